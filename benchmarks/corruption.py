@@ -5,6 +5,12 @@ step: kind, rank, tensor, word and bit are drawn from a seed before the job runs
 incident of the step names or suspects the rank. A flip is undone if every loss and gradient norm of every
 rank equals, bit for bit, the values of a job without flips; the comparison also shows that the check gives no
 false alarm. Flips of an update run with TTP_LOCAL_COPY, to undo the update.
+
+With `--at-doors N` N changes of one or many bits are made in each layout at the doors of one job, of state at
+rest, of the result of an update, of gradients, weights, and of what a load or a save has. Each change is made
+in the memory of the training job; the rank's own checksums are taken again, and what the product decides from
+the checksums of all ranks is noted; then the bits are put back. The job must go on bitwise like the job
+without changes, whose `--steps` steps are compared, too.
 """
 
 from __future__ import annotations
@@ -15,15 +21,34 @@ import random
 import re
 import shutil
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from _bench import Benchmark, table
+from _bench import OUT, Benchmark, table
 
 from tests.faults import harness
 from tests.faults.fault import Fault
-from tests.faults.harness import DP2_WHOLE, DP3, DP4, MOE_EP2, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.flips import INJECTIONS
+from tests.faults.harness import (
+    DP2,
+    DP2_FP16,
+    DP2_FP32,
+    DP2_MIRROR,
+    DP2_OVERLAP,
+    DP2_WHOLE,
+    DP3,
+    DP4,
+    MOE_EP2,
+    MOE_EP2_DP2,
+    PP2_DP2,
+    TP2_DP2,
+    Ended,
+    Job,
+    Layout,
+)
 from tests.faults.layouts import LAYOUTS
 from tests.pages import write_section
 
@@ -39,6 +64,7 @@ CUTS = {
         MOE_EP2,
         DP2_WHOLE,
         _WHOLE_3,
+        *(DP2, DP2_MIRROR, DP2_OVERLAP, DP2_FP32, DP2_FP16, MOE_EP2_DP2),
     )
 }
 # The phase of each kind of flip. The check cannot notice the last kind: all holders apply the wrong gradient
@@ -56,6 +82,8 @@ PHASES = {
     "local-gradient": "reduction",
 }
 _FIRST = 4  # after the self-test of a job of the tests
+# How often each change, pattern and word size had a verdict.
+Answers: TypeAlias = Counter[tuple[str, str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +109,15 @@ def draw(layout: Layout, kinds: list[str], count: int, seed: int) -> list[Flip]:
     ]
 
 
-def train(out: Path, layout: Layout, steps: int, flips: list[Flip], *options: str) -> Ended:
+def train(
+    out: Path,
+    layout: Layout,
+    steps: int,
+    flips: list[Flip],
+    *options: str,
+    arguments: tuple[str, ...] = (),
+    environment: Mapping[str, str] = {},
+) -> Ended:
     """Run a job of so many steps."""
     job = Job(
         out,
@@ -91,7 +127,8 @@ def train(out: Path, layout: Layout, steps: int, flips: list[Flip], *options: st
         restarts=len(flips),
         options=("--ttp-online", "60", "--ttp-spares", "1", "--ttp-verify-every", "1", *options),
         # Megatron's own answer to an infinite number ends the job before the comparison of the holders.
-        arguments=("--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"),
+        arguments=("--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad", *arguments),
+        environment=dict(environment),
         timeout_s=900,
     )
     result = harness.run(job)
@@ -131,16 +168,90 @@ def judge(result: Ended, flips: list[Flip]) -> dict[Flip, str]:
     return verdicts
 
 
+_DOORS = 10
+
+
+def at_doors(layout: Layout, count: int, steps: int, seed: int) -> tuple[Answers, int]:
+    """Make `count` changes at the doors of a job; return the answers, and the steps without a change."""
+    with tempfile.TemporaryDirectory(prefix="ttp-corruption-") as folder:
+        work = Path(folder)
+        file = work / "answers.jsonl"
+        of_a_rank = -(-count // _DOORS // layout.processes)
+        quiet = train(work / "quiet", layout, steps, [])
+        changed = train(
+            work / "changed",
+            layout,
+            steps,
+            [],
+            arguments=("--exit-interval", str(_DOORS + 1)),
+            environment={INJECTIONS: f"{of_a_rank}:{seed}-{layout.name}:{file}"},
+        )
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for ended in (quiet, changed):
+        assert not re.search("is corrupt|no step is verified", ended.log), ended.said
+    assert lines or not count, changed.said
+    expected = {key: value for key, value in figures(quiet).items() if key[1] <= _DOORS + 1}
+    assert figures(changed) == expected, f"{layout.name}: not bitwise"
+    answers: Answers = Counter()
+    for _, kind, pattern, dtype, verdict, number in lines:
+        answers[kind, pattern, dtype, verdict] += number
+    return answers, steps - 1
+
+
+def write_doors(parsed: argparse.Namespace, benchmark: Benchmark) -> None:
+    """Make the changes at the doors of each layout, and write the tables of all answers in the file."""
+    parsed.answers.parent.mkdir(parents=True, exist_ok=True)
+    for name in parsed.layouts:
+        answers, quiet = at_doors(CUTS[name], parsed.at_doors, parsed.steps, parsed.seed)
+        with parsed.answers.open("a") as file:
+            file.write(json.dumps([name, quiet, [[*key, number] for key, number in answers.items()]]) + "\n")
+        print(f"{name}: {answers.total()} changes, {quiet} steps", flush=True)
+    runs = [json.loads(line) for line in parsed.answers.read_text().splitlines()]
+    of_kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    of_patterns: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    quiet_steps: Counter[str] = Counter()
+    for name, quiet, lines in runs:
+        quiet_steps[name] += quiet
+        for kind, pattern, words, verdict, number in lines:
+            of_kinds[kind, name][verdict] += number
+            of_patterns[pattern, words][verdict] += number
+    columns = ("named", "suspected", "named wrongly", "missed")
+
+    def rows(counts: Mapping[tuple[str, str], Counter[str]]) -> list[list[str]]:
+        return [
+            [*key, str(counted.total()), *(str(counted[column]) for column in columns)]
+            for key, counted in sorted(counts.items())
+        ]
+
+    total = sum(counted.total() for counted in of_kinds.values())
+    quiet_words = ", ".join(f"{name} {steps}" for name, steps in quiet_steps.items())
+    text = (
+        f"{total} changes, each undone; all jobs went on bitwise. {quiet_steps.total()} steps without a"
+        f" change were compared, none with a false alarm ({quiet_words}).\n\n"
+    )
+    text += table(["change", "layout", "changes", *columns], rows(of_kinds)) + "\n\n"
+    text += table(["pattern", "words", "changes", *columns], rows(of_patterns))
+    benchmark.finish(text, {"runs": runs})
+    if parsed.write is not None:
+        write_section(parsed.write, "Changes at doors", f"{text}\n\nOn {benchmark.where}.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", nargs="+", default=list(CUTS), choices=list(CUTS))
+    parser.add_argument("--layouts", nargs="+", default=list(CUTS)[:8], choices=list(CUTS))
     parser.add_argument("--flips", type=int, default=24, help="of each job")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--at-doors", type=int, default=0, help="changes at the doors of each layout")
+    parser.add_argument("--steps", type=int, default=30, help="of a job without changes, with --at-doors")
+    parser.add_argument("--answers", type=Path, default=OUT / "changes.jsonl", help="of all runs")
     parser.add_argument("--write", type=Path)
     parsed = parser.parse_args()
     benchmark = Benchmark("corruption", vars(parsed))
+    if parsed.at_doors:
+        write_doors(parsed, benchmark)
+        return
     counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     findings, comparisons = [], 0
     for name in parsed.layouts:

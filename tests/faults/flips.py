@@ -1,9 +1,15 @@
-"""Flips a bit in the memory of a rank that trains."""
+"""Flips bits in the memory of a rank that trains: a bit that stays, or many changes at the doors of a job,
+each undone once the comparison of the holders has been asked about it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Of the own shard: the fp32 main params, the moments, the gradients with which it is updated. Of a mirror:
@@ -72,3 +78,230 @@ _TENSORS: dict[str, Callable[[Any], Iterator[Any]]] = {
     "flip-activation": lambda trainee: [output.data for output in activations],
     "flip-local-gradient": lambda trainee: (param.main_grad for param in _weights(trainee)),
 }
+
+
+# The variable with which bits change at the door of each verified step: the number of changes of a rank, the
+# seed, and the file of the results, with colons between.
+INJECTIONS = "TTP_TEST_INJECTIONS"
+# What changes, and where. "at rest": between the sums of the update and those at the door.
+CHANGES = {
+    "main at rest": "flip-main",
+    "moment at rest": "flip-moment",
+    "variance at rest": "flip-variance",
+    "count of updates at rest": "updates",
+    "main in the update": "flip-main",
+    "moment in the update": "flip-moment",
+    "variance in the update": "flip-variance",
+    "reduced gradient": "flip-gradient",
+    "gradient in the transfer to a mirror": "flip-transfer",
+    "weight after the gather": "flip-weight",
+    "weight in the gather": "flip-weight",
+    "main in a load": "flip-main",
+    "moment in a load": "flip-moment",
+    "weight in a load": "flip-weight",
+    "random state in a load": "random",
+    "weight in a save": "flip-weight",
+    "random state in a save": "random",
+}
+PATTERNS = ("a bit", "2 to 8 bits of a word", "a bit of 4, 8 or 16 words in a row", "a bit of 2 to 16 words")
+
+
+def _drawn_masks(drawn: random.Random, pattern: str, count: int, bits: int) -> dict[int, int]:
+    """The bits to invert, by word; a tensor of few words gets fewer."""
+    first, bit = drawn.randrange(count), 1 << drawn.randrange(bits)
+    match PATTERNS.index(pattern):
+        case 0:
+            return {first: bit}
+        case 1:
+            return {first: sum(1 << place for place in drawn.sample(range(bits), drawn.randint(2, 8)))}
+        case 2:
+            return dict.fromkeys(range(first, min(count, first + drawn.choice((4, 8, 16)))), bit)
+        case _:
+            words = drawn.sample(range(count), min(count, drawn.randint(2, 16)))
+            return {word: 1 << drawn.randrange(bits) for word in words}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of bits of one tensor; made and undone by the same call."""
+
+    words: Any
+    masks: dict[int, int]
+
+    @classmethod
+    def draw(cls, drawn: random.Random, tensors: Iterable[Any], pattern: str) -> Change | None:
+        """None where there is nothing to change."""
+        import torch
+
+        present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        if not present:
+            return None
+        tensor = drawn.choice(present).detach()
+        bits = 8 * tensor.element_size()
+        words = tensor.view(-1).view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
+        masks = _drawn_masks(drawn, pattern, words.numel(), bits)
+        return cls(words, {word: mask - (mask >> bits - 1 << bits) for word, mask in masks.items()})
+
+    def __call__(self) -> None:
+        for word, mask in self.masks.items():
+            if self.words.element_size() == 1:
+                mask &= 0xFF
+            self.words[word] ^= mask
+
+
+@dataclasses.dataclass(frozen=True)
+class CountChange:
+    """A change of a bit of the count of updates, in a param group or in the state of a param."""
+
+    counted: Any
+    mask: int
+
+    @classmethod
+    def draw(cls, drawn: random.Random, trainee: Any) -> CountChange:
+        counted = [
+            entries
+            for optimizer in _optimizers(trainee, copies=False)
+            for entries in (*optimizer.param_groups, *optimizer.state.values())
+            if "step" in entries
+        ]
+        return cls(drawn.choice(counted), 1 << drawn.randrange(10))
+
+    def __call__(self) -> None:
+        kind = type(self.counted["step"])
+        count = int(self.counted["step"]) ^ self.mask
+        if kind in (int, float):
+            self.counted["step"] = kind(count)
+        else:
+            self.counted["step"].fill_(count)
+
+
+class _Door:
+    """The changes of this rank at the door of one step, each with what the product then says."""
+
+    def __init__(self, check: Any, trainee: Any, drawn: random.Random) -> None:
+        from adaptor.verification import state_sums, twin_check
+
+        self._check, self._trainee, self._drawn = check, trainee, drawn
+        self._sums, self._weights = twin_check._sums_of_shards, twin_check._weights
+        self._held = lambda: dataclasses.replace(
+            state_sums.held_by(trainee.state, (), trainee.shares, whole_weights=True),
+            random=state_sums.random_key(self._random, trainee.random.place),
+        )
+        self._random = dict(trainee.random.own())
+        self.report = self._reported(check._updated)
+        self.held = self._held()
+
+    def _reported(self, updated: Any) -> Any:
+        return self._check._report(self._trainee, updated, is_at_door=True)
+
+    def _tensors(self, kind: str) -> Iterable[Any]:
+        return [self._random["torch_rng_state"]] if kind == "random" else _TENSORS[kind](self._trainee)
+
+    def ask(self, kind: str, pattern: str) -> tuple[str, str, str, Any] | None:
+        """The change, its pattern, the dtype, and the answer of this rank; None: nothing to change."""
+        change: Change | CountChange | None
+        if CHANGES[kind] == "updates":
+            change, pattern, bits = CountChange.draw(self._drawn, self._trainee), PATTERNS[0], "a number"
+        else:
+            change = Change.draw(self._drawn, self._tensors(CHANGES[kind]), pattern)
+            bits = "" if change is None else f"{8 * change.words.element_size()} bits"
+        if change is None:
+            return None
+        change()
+        try:
+            answer = self._answer(kind)
+        finally:
+            change()
+        return kind, pattern, bits, answer
+
+    def _answer(self, kind: str) -> Any:
+        place = kind.partition(" in ")[2]
+        if place == "a save":
+            return self._refuses_to_save()
+        if place == "a load":
+            return self._held()
+        if place == "the gather":
+            gathered, self._check._gathered = self._check._gathered, self._weights(self._trainee)
+            try:
+                return self._reported(self._check._updated)
+            finally:
+                self._check._gathered = gathered
+        return self._reported(self._sums(self._trainee) if place == "the update" else self._check._updated)
+
+    def _refuses_to_save(self) -> bool:
+        """Whether an archive with the changed weights and random states is refused."""
+        from adaptor.errors import CheckpointError
+        from adaptor.verification.agreed_state import WEIGHT, AgreedGroup, AgreedShard, AgreedState
+        from adaptor.verification.save_check import SaveCheck
+
+        state, held = self._trainee.state, self.held
+        shard = AgreedShard({WEIGHT: f"{held.weights:016x}"}, ())
+        group = AgreedGroup(held.layout, [shard], held.updates, (held.random,))
+        check = SaveCheck(0, state, AgreedState(0, {state.folder: group}))
+        archive = {key: chunk.state_dict() for key, chunk in state.chunks.items()}
+        try:
+            check.require_archive({"iteration": 0, **archive, "rng_state": [self._random]})
+        except CheckpointError:
+            return True
+        return False
+
+
+def at_doors(count: int, seed: str, file: Path) -> Callable[[Any, Any, Any, Any], Any]:
+    """Return a wrapper of `TwinCheck.is_equal` with `count` changes of each rank at each door."""
+
+    def changes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if instance._updated is not None and len(args) == 1 and not kwargs:
+            _change(instance, args[0], count, seed, file)
+        return wrapped(*args, **kwargs)
+
+    return changes_before
+
+
+def _change(check: Any, trainee: Any, count: int, seed: str, file: Path) -> None:
+    import torch.distributed as dist
+
+    from adaptor.replica import group
+
+    everyone: Any = group.of_this_job()
+    rank = dist.get_rank(everyone)
+    drawn = random.Random(f"{seed}-{check._step}-{rank}")
+    door = _Door(check, trainee, drawn)
+    asked = [door.ask(drawn.choice([*CHANGES]), drawn.choice(PATTERNS)) for _ in range(count)]
+    gathered = group.gather_all((door.report, door.held, list(filter(None, asked))), everyone)
+    if rank:
+        return
+    reports = [report for report, _, _ in gathered]
+    held = [state for _, state, _ in gathered]
+    results: Counter[tuple[str, str, str, str]] = Counter()
+    for changed_rank, (_, _, answers) in enumerate(gathered):
+        for kind, pattern, dtype, answer in answers:
+            verdict = _verdict(check, kind, changed_rank, answer, reports, held)
+            results[kind, pattern, dtype, verdict] += 1
+    with file.open("a") as lines:
+        for key, number in results.items():
+            lines.write(json.dumps([check._step, *key, number]) + "\n")
+
+
+def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], held: list[Any]) -> str:
+    """What the product says when `rank` has the changed bits: named, suspected, named wrongly, or missed."""
+    from adaptor.verification import agreed_state, verdict
+
+    if kind.endswith("in a save"):
+        return "named" if answer else "missed"
+    if kind.endswith("in a load"):
+        agreed = agreed_state.agree(check._step, held)
+        loaded = [*held[:rank], answer, *held[rank + 1 :]]
+        lines = agreed_state.differences(agreed, loaded, has_optimizer=True)
+        named = all(line.endswith(f"on rank {rank}") for line in lines)
+        return ("named" if named else "named wrongly") if lines else "missed"
+    changed = [*reports[:rank], answer, *reports[rank + 1 :]]
+    contributions = [
+        verdict.contribution(report, number, check._holders, check._models)
+        for number, report in enumerate(changed)
+    ]
+    if sum(contributions) % (1 << 64) == 0:
+        return "missed"
+    finding = verdict.decide(changed, check._step, check._holders, check._models)
+    if finding.named:
+        return "named" if finding.named == (rank,) else "named wrongly"
+    return "suspected" if rank in finding.suspects else "missed"

@@ -23,6 +23,7 @@ import pytest
 from tests import operator_files, waiting
 from tests.faults import leftovers, told, warm
 from tests.faults.fault import SPARES, Fault
+from tests.faults.flips import INJECTIONS
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
@@ -418,7 +419,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["--at", *job.breaks] if job.breaks else []
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
-    if job.faults:
+    if job.faults or INJECTIONS in job.environment:
         command += [str(INJECT), "--stamp", str(job.out / "stamps")]
         command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
     if job.script is not None:

@@ -138,6 +138,10 @@ def install(injector: Injector) -> None:
         "FileSystemWriterAsync.write_preloaded_data_multiproc",
     )
     _watch_saves(injector)
+    if flips.INJECTIONS in os.environ:
+        count, seed, file = os.environ[flips.INJECTIONS].split(":")
+        changes = flips.at_doors(int(count), seed, Path(file))
+        _wrap("adaptor.verification.twin_check", "TwinCheck.is_equal", changes)
     if STALE in os.environ:
         writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
         _wrap(writer, "FileSystemWriterAsync.prepare_write_data", _keep_first_tensors())

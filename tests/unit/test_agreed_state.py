@@ -398,7 +398,7 @@ def test_another_model_is_named_and_not_compared() -> None:
     assert differences(agreed, _held(other), has_optimizer=True) == []
 
 
-def test_random_states_that_no_rank_has_saved_are_found_behind_a_load() -> None:
+def test_random_states_that_no_rank_has_saved_are_found_after_a_load() -> None:
     saved = step_record.take_random(SimpleNamespace(get_states=lambda: {"model-parallel": torch.arange(8)}))
     other = {**saved, "torch_rng_state": saved["torch_rng_state"] ^ 1}
     ranks = _ranks(2)
