@@ -152,9 +152,16 @@ def contribution(report: Report, rank: int, shards: Holders, weights: Holders) -
         if record.changed_at_rest:
             total += _hash("at rest", rank, label, record.at_door) | 1
         total += _share(shards[label], rank) * _hash("shard", label, record.state, record.inputs)
-    for label, (_, used) in report.weights.items():
+    for label, (gathered, used) in report.weights.items():
+        if len(weights[label]) == 1 and _differ(gathered, used):  # no other rank would differ
+            total += _hash("weights changed", rank, label, used) | 1
         total += _share(weights[label], rank) * _hash("weights", label, used)
     return total & MASK
+
+
+def _differ(gathered: str, used: str) -> bool:
+    """Return whether weights have changed after their gather; False if their sum was not computed."""
+    return gathered not in ("", used)
 
 
 def _share(holders: Sequence[int], rank: int) -> int:
@@ -231,17 +238,20 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         text = f"{_words(inputs.keys)} of shard {inputs.label} differs between its holders in step {step + 1}"
         return Finding(Kind.INPUTS, *inputs, step, text)
     used = _compare(weights, lambda rank, label: {"weights": reports[rank].weights[label][1]})
+    alone = {label: ranks[0] for label, ranks in weights.items() if len(ranks) == 1}
+    changed_alone = {label for label, rank in alone.items() if _differ(*reports[rank].weights[label])}
+    if not used.label and changed_alone and changed_alone != alone.keys():
+        label = min(changed_alone)
+        used = _SumDifference(label, ("weights",), tuple(sorted(alone[name] for name in changed_alone)), ())
     if used.label:
-        changed = tuple(
-            rank
-            for rank in weights[used.label]
-            if "" not in (pair := reports[rank].weights[used.label]) and pair[0] != pair[1]
-        )
+        changed = tuple(rank for rank in weights[used.label] if _differ(*reports[rank].weights[used.label]))
         if changed:
             used = _SumDifference(used.label, used.keys, changed, ())
         difference = "changed after their gather" if changed else "differ between their holders"
         return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
     text = f"the sums of step {step} were added up wrongly"
+    if changed_alone:
+        text = f"all weights without a second holder have changed after their gather, in step {step + 1}"
     if alike:
         text = f"all holders of {_words(sorted(alike))} have changed alike after step {step}: no corruption"
     return Finding(Kind.UNKNOWN, "", (), (), (), step, text)

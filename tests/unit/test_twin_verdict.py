@@ -149,6 +149,29 @@ def test_a_schedule_that_changes_the_learning_rate_is_no_damage_at_rest() -> Non
     assert all(not record.changed_at_rest for report in reports for record in report.shards.values())
 
 
+def test_weights_on_a_single_rank_are_compared_with_themselves() -> None:
+    """Where the weights of all such ranks have changed, the script has changed them."""
+    models = {"a": [0], "b": [1], "c": [2, 3]}
+    reports = [
+        msgspec.structs.replace(report, weights={"abcc"[rank]: ("w1", "w1")})
+        for rank, report in enumerate(reports_of(SPLIT))
+    ]
+
+    def judged(*changed: int) -> tuple[int, verdict.Finding]:
+        now = list(reports)
+        for rank in changed:
+            (label,) = reports[rank].weights
+            now[rank] = msgspec.structs.replace(reports[rank], weights={label: ("w1", "w2")})
+        numbers = [verdict.contribution(report, rank, SPLIT, models) for rank, report in enumerate(now)]
+        return sum(numbers) % (1 << 64), verdict.decide(now, STEP, SPLIT, models)
+
+    assert judged()[0] == 0
+    total, finding = judged(1)
+    assert (total != 0, finding.kind, finding.label, finding.named) == (True, Kind.WEIGHTS, "b", (1,))
+    total, finding = judged(0, 1)
+    assert (total != 0, finding.kind, finding.named, finding.suspects) == (True, Kind.UNKNOWN, (), ())
+
+
 def test_a_sum_that_is_added_up_wrongly_blames_nobody() -> None:
     finding = decide(reports_of(SPLIT), SPLIT)
     assert (finding.kind, finding.named, finding.suspects) == (Kind.UNKNOWN, (), ())
