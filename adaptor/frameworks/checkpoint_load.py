@@ -157,34 +157,44 @@ def _load_compared(
     counters = {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)}
     steps = getattr(scheduler, "num_steps", None)
     loaded = load_once()
-    problem = _problem(args, loaded, model, optimizer)
+    step, problem = _problem(args, loaded, model, optimizer)
     if not problem:
         return loaded
-    refuse(loaded[0], problem)
+    refuse(step, problem)
     for name, value in counters.items():
         setattr(args, name, value)
     if steps is not None:
         scheduler.num_steps = steps
     loaded = load_once()
-    if second := _problem(args, loaded, model, optimizer):
+    _, second = _problem(args, loaded, model, optimizer)
+    if second:
         raise ResumeError(
             f"{second}; so did the checkpoint that was loaded before ({problem}): the loader may be wrong"
         )
     return loaded
 
 
-def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> str:
-    """Return the differences from the agreed state; "" without a difference, or without a comparison."""
+def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, str]:
+    """Return the step that was to be loaded, and the differences from its agreed state; "" without a
+    difference, or without a comparison.
+    """
     from adaptor.frameworks import megatron_lm
     from adaptor.verification import save_check
 
     step = loaded[0] if isinstance(loaded, tuple) else 0
-    folder = Path(args.load or "") / naming.final_name(step)
-    if not step or optimizer is None or getattr(args, "finetune", False):
-        return ""
-    agreed = save_check.agreed_of(folder)
+    if not args.load or optimizer is None or getattr(args, "finetune", False):
+        return step, ""
+    chosen = getattr(args, "ckpt_step", None)
+    if adapter_base.is_filtered(args) or getattr(args, "load_model_opt_format", False):
+        if not step:
+            return step, ""
+        chosen = step  # these loads have no step of their own, or ignore the option
+    chosen, agreed = save_check.chosen_checkpoint(Path(args.load), chosen, step)
+    folder = Path(args.load) / naming.final_name(chosen)
+    if step != chosen:
+        return chosen, f"{folder}: the ranks have loaded step {step}"
     if agreed is None:
-        return ""
+        return step, ""
     state, place = megatron_lm.described(model, optimizer)
     is_whole = not getattr(args, "no_load_optim", False) and not getattr(args, "no_save_optim", False)
     random, peers = _random_states(args)
@@ -197,7 +207,7 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> str:
             f" {'; '.join(result.not_compared[:3])}",
             to="stdout",
         )
-    return result.problem
+    return step, result.problem
 
 
 def _random_states(args: Any) -> tuple[str, list[int]]:

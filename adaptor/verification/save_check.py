@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from adaptor.checkpoint import format_torch, manifest, regular_folder, shards, step_record
+from adaptor.checkpoint import format_torch, manifest, regular_folder, shards, step_record, tracker
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
 from adaptor.protocol.messages import Share
 from adaptor.replica import group, optimizer_state, twin
 from adaptor.replica.group import gather_values
@@ -333,16 +334,24 @@ class LoadResult:
     not_compared: tuple[str, ...] = ()
 
 
-def agreed_of(folder: Path) -> AgreedState | None:
-    """Return the agreed state of the checkpoint in `folder`, as rank 0 reads the manifest; None: no agreed
-    state. Collective.
+def chosen_checkpoint(root: Path, step: int | None, loaded: int) -> tuple[int, AgreedState | None]:
+    """Return the step of the checkpoint that was to be loaded from `root`, and its agreed state, as rank 0
+    reads tracker and manifest; None: no agreed state. Collective.
+
+    Args:
+        root: the folder of checkpoints.
+        step: the step chosen by the user; None: the step of the tracker.
+        loaded: the loaded step, for a folder without a tracker.
     """
-    agreed: list[AgreedState | None] = [None]
+    chosen: list[Any] = [None]
     if dist.get_rank() == 0:
+        number, agreed = step or tracker.tracked_step(root) or loaded, None
         with contextlib.suppress(CheckpointError):  # the check before the load has reported the problem
-            agreed = [manifest.read(folder).state]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]
+            agreed = manifest.read(root / naming.final_name(number)).state
+        chosen = [(number, agreed)]
+    dist.broadcast_object_list(chosen, src=0)
+    number, agreed = chosen[0]
+    return number, agreed
 
 
 def compare(

@@ -26,7 +26,7 @@ from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Phase
 from adaptor.protocol.messages import BoardRecord, Share
-from adaptor.verification import agreed_state, given_sums, state_sums
+from adaptor.verification import agreed_state, given_sums, save_check, state_sums
 from adaptor.verification.agreed_state import (
     MASK,
     AgreedGroup,
@@ -414,6 +414,18 @@ def test_random_states_that_no_rank_has_saved_are_found_after_a_load() -> None:
     check.require_archive({"iteration": STEP, "rng_state": [saved]})
     with pytest.raises(CheckpointError, match="random states of mp_rank_00"):
         check.require_archive({"iteration": STEP, "rng_state": [other]})
+
+
+def test_the_checkpoint_of_the_tracker_was_to_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader may load another step, or none."""
+    monkeypatch.setattr(save_check.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(save_check.dist, "broadcast_object_list", lambda values, src: None)
+    assert save_check.chosen_checkpoint(tmp_path, None, 4) == (4, None)
+    (tmp_path / naming.TRACKER).write_text("6")
+    assert [save_check.chosen_checkpoint(tmp_path, None, loaded)[0] for loaded in (0, 4)] == [6, 6]
+    assert save_check.chosen_checkpoint(tmp_path, 2, 2) == (2, None)
 
 
 def test_each_rank_has_its_own_of_several_random_states() -> None:
