@@ -110,6 +110,9 @@ def verdict_here(line: str, stop: str) -> Verdict:
 
 # How often the boards are read, for progress (TTP_OT is at least 10 s) and for hangs.
 PROGRESS_S = 0.5
+# Computing times are sent again at most so often, and if one has changed by a tenth: thousands of nodes must
+# not report all the time.
+COMPUTE_TIMES_S = 10.0
 
 
 async def watch(
@@ -134,7 +137,7 @@ async def watch(
     loop = asyncio.get_running_loop()
     last = 0
     hang_detector, is_still = HangDetector(node, hang_s), False
-    compute_times = ComputeTimes(node, {})
+    compute_times, told_at = ComputeTimes(node, {}), 0.0
     while workers.boards is not None:
         await asyncio.sleep(PROGRESS_S)
         boards = workers.read()
@@ -147,8 +150,10 @@ async def watch(
             report(stall_change)
         for message in starting():
             report(message)
-        if has_changed(compute_times.seconds, seconds := workers.compute_times()):
-            compute_times = ComputeTimes(node, seconds)
+        seconds = workers.compute_times()
+        is_due = loop.time() - told_at >= COMPUTE_TIMES_S and _differ(compute_times.seconds, seconds)
+        if is_due or seconds.keys() - compute_times.seconds.keys():
+            compute_times, told_at = ComputeTimes(node, seconds), loop.time()
             report(compute_times)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
@@ -156,11 +161,8 @@ async def watch(
             report(Progress(node, total))
 
 
-def has_changed(told: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
-    """Return whether a time differs by a tenth: thousands of nodes must not report all the time."""
-    return told.keys() != seconds.keys() or any(
-        abs(seconds[rank] - told[rank]) > told[rank] / 10 for rank in seconds
-    )
+def _differ(told: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
+    return any(abs(seconds[rank] - told[rank]) > told[rank] / 10 for rank in told.keys() & seconds.keys())
 
 
 class WorkerNews:
