@@ -72,6 +72,11 @@ def parent(pid: int) -> int:
     return int(fields[_PARENT]) if fields else -1
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or from a terminal."""
+    return _stat(pid)[_STATE : _STATE + 1] == [b"T"]
+
+
 def end_group(leader: int) -> None:
     """End every process of a worker's process group (torch elastic starts each worker in a session)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -249,11 +249,19 @@ class Spares:
 
     def take(self) -> Spare | None:
         """Return a spare with complete imports; None without one."""
+        self._kill_stopped()
         for spare in self._waiting:
             if spare.ready:
                 self._waiting.remove(spare)
                 return spare
         return None
+
+    def _kill_stopped(self) -> None:
+        """Kill spares that are stopped: a job would wait for them in vain."""
+        for spare in self._waiting:
+            if processes.is_stopped(spare.process.pid):
+                spare.ready = False
+                spare.kill()
 
     def end_generation(self) -> None:
         """Keep the spares for the next generation: no worker is left, and a spare may import meanwhile."""
@@ -269,6 +277,7 @@ class Spares:
         Returns:
             None without such a spare. Then the next spares import what the new workers import.
         """
+        self._kill_stopped()
         await self._await_imports()
         for spare in self._waiting:
             if spare.may_fork:

@@ -802,6 +802,28 @@ def test_a_spare_that_forks_no_worker_any_more_is_ended(
     runs(tmp_path, act, spares=1)
 
 
+def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        stopped = await node.makes_a_spare()
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        await node.until(lambda: state_of(stopped.process.pid) == "T", "the spare is stopped")
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert await node.has_run(0) == "1"
+        assert node.processes[0] is not stopped.process
+        await node.until(lambda: len(node.spares) == 2, "another one is made")
+        again = await node.waits()
+        os.kill(again.process.pid, signal.SIGSTOP)
+        await node.until(lambda: state_of(again.process.pid) == "T", "the spare is stopped")
+        await node.replacements.end(is_last=False)
+        assert await node.replacements.spares.spare_to_fork() is None
+        assert again.process.poll() is not None
+
+    runs(tmp_path, act, spares=1)
+
+
 def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
