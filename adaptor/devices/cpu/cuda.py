@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils import _triton
 
 from adaptor.devices.cpu.tensors import rebind, replace
 
@@ -69,6 +70,10 @@ def install(device_count: int) -> None:
     replace((torch.cuda,), {name: _always(answer) for name, answer in answers.items()})
     replace((torch.cuda,), {"_lazy_call": lambda call, **kwargs: call()})
     replace((torch.cuda.nvtx,), {"range_push": _always(0), "range_pop": _always(0)})
+    # torch.compile in a build for CUDA would ask the driver, which is missing.
+    if hasattr(torch, "accelerator"):  # from torch 2.6 on
+        replace((torch.accelerator,), {"is_available": _always(False)})
+    replace((_triton,), {"has_triton_package": _always(False)})
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
