@@ -9,13 +9,14 @@ from _bench import table
 from _layouts import Cut
 from _online import ALL, EXPLAINED, FAILED, ONLINE, RESTART, STEPS, Drawn, Incident, Planned
 from _schedule import LEARNT
+from torch.distributed import ProcessGroupGloo
 
 from tests.faults.fault import NEWCOMERS, ONCE, PHASES, Fault
 
 # The layouts: copies of each shard on two ranks, on all ranks; a loop on Megatron-core, and Megatron-LM's.
 CUTS = ("core-dp4", "core-dp4-whole", "dp4")
 # A recovery with a second fault exchanges the process groups twice, and torch before 2.14 allows ten.
-MOST_FIRST = 4
+MOST_FIRST = 8 if hasattr(ProcessGroupGloo, "get_reconfigure_handle") else 4
 # A hang takes many times as long as any other kind, so it is drawn less often.
 FIRST_KINDS = ("sigkill",) * 10 + ("os._exit",) * 2 + ("exception",) * 3 + ("deadlock",)
 FIRST_PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "door-after", "update")
