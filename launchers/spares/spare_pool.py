@@ -121,7 +121,7 @@ class Spare:
         with self._ours:
             self._ours.settimeout(SEND_S)
             self._ours.sendall(wire.frame(Become(dict(environment))))
-            self._send_streams(stdout, stderr)
+            _send_streams(self._ours, stdout, stderr)
         return self.process
 
     def fork(
@@ -133,32 +133,30 @@ class Spare:
             OSError: there is no fork, and the process is killed.
         """
         try:
-            self._ours.settimeout(FORK_S)
-            with worker_forks.adopting():
-                self._ours.sendall(wire.frame(Become(dict(environment), fork=True)))
-                answer = wire.receive(self._ours, from_spare)
-            if (
-                not isinstance(answer, Forked)
-                or not answer.pid
-                or processes.parent(answer.pid) != os.getpid()
-            ):
-                raise OSError(getattr(answer, "reason", "") or "the spare process cannot fork")
-            worker = worker_forks.ForkedWorker(self.process.args, answer.pid)
-            self._send_streams(stdout, stderr)
+            # The control thread closes the socket when the process ends.
+            with self._ours.dup() as ours:
+                ours.settimeout(FORK_S)
+                with worker_forks.adopting():
+                    ours.sendall(wire.frame(Become(dict(environment), fork=True)))
+                    answer = wire.receive(ours, from_spare)
+                if (
+                    not isinstance(answer, Forked)
+                    or not answer.pid
+                    or processes.parent(answer.pid) != os.getpid()
+                ):
+                    raise OSError(getattr(answer, "reason", "") or "the spare process cannot fork")
+                worker = worker_forks.ForkedWorker(self.process.args, answer.pid)
+                _send_streams(ours, stdout, stderr)
         except (EOFError, OSError, msgspec.DecodeError) as error:
-            self.kill()
             problem = ""
             if isinstance(error, TimeoutError):
                 problem = f"has not answered for {FORK_S:g} s"
-            elif isinstance(error, EOFError | ConnectionError):
+            elif isinstance(error, EOFError | ConnectionError) or self._ours.fileno() < 0:
                 problem = "has ended"
+            self.kill()
             text = f"the spare process {self.process.pid} {problem}" if problem else str(error)
             raise OSError(text) from error
         return worker
-
-    def _send_streams(self, stdout: _Stream | None, stderr: _Stream | None) -> None:
-        streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
-        socket.send_fds(self._ours, [b"\0"], streams)
 
     @property
     def may_fork(self) -> bool:
@@ -193,6 +191,11 @@ class Spare:
             async with deadline(END_S):
                 await self.ended()
             self.process.wait()
+
+
+def _send_streams(process: socket.socket, stdout: _Stream | None, stderr: _Stream | None) -> None:
+    streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+    socket.send_fds(process, [b"\0"], streams)
 
 
 def command_of_spare(command: Sequence[object]) -> list[str]:

@@ -783,10 +783,14 @@ def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("struck_by", "reason"),
-    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered for 0.2 s")],
+    [
+        (signal.SIGKILL, "has ended"),
+        (signal.SIGSTOP, "has not answered for 0.2 s"),
+        (None, "has ended"),  # by the agent
+    ],
 )
 def test_a_spare_that_forks_no_worker_any_more_is_ended(
-    struck_by: signal.Signals, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    struck_by: signal.Signals | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spare_pool, "FORK_S", 0.2)
 
@@ -794,7 +798,10 @@ def test_a_spare_that_forks_no_worker_any_more_is_ended(
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
-        os.kill(spare.process.pid, struck_by)
+        if struck_by is None:
+            await spare.end()
+        else:
+            os.kill(spare.process.pid, struck_by)
         with pytest.raises(OSError, match=f"^the spare process {spare.process.pid} {reason}$"):
             spare.fork(node.environment(0, {}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
