@@ -207,6 +207,13 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
             f" {'; '.join(result.not_compared[:3])}",
             to="stdout",
         )
+    if result.other_random_states and not result.problem and args.rank == 0:
+        first, *more = result.other_random_states
+        output.tell(
+            f"[ttp] {folder}: the random states of rank {first}{f' and {len(more)} more' if more else ''} are"
+            " not those at the begin of the save: training goes on, but may not be bitwise",
+            to="stdout",
+        )
     return step, result.problem
 
 

@@ -201,12 +201,12 @@ def differences(agreed: AgreedState, states: Sequence[HeldState], *, has_optimiz
                 for rank, state in members
                 if state.updates is not None and state.updates != group.updates
             ]
-        lines += [
-            f"random states of {name} on rank {rank}"
-            for rank, state in members
-            if not _has_saved_random_states(agreed, state, states)
-        ]
     return list(dict.fromkeys(lines))
+
+
+def ranks_with_other_random_states(agreed: AgreedState, states: Sequence[HeldState]) -> list[int]:
+    """Return the ranks that have loaded other random states than a rank of the checkpoint had."""
+    return [rank for rank, state in enumerate(states) if not _has_saved_random_states(agreed, state, states)]
 
 
 def _has_saved_random_states(agreed: AgreedState, state: HeldState, states: Sequence[HeldState]) -> bool:

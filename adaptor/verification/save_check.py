@@ -10,7 +10,8 @@ file is compared when the framework hands the file over to be written:
 
 After a load the state of all ranks is compared with the agreed state of the checkpoint (`compare`). The
 comparison notices a loader that leaves state out, or loads the state of another rank or step, also with
-intact files. State is not compared if the user has chosen not to load the state.
+intact files. State is not compared if the user has chosen not to load the state. Other random states alone
+are only reported: a script may draw numbers in a save.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from adaptor.verification.agreed_state import (
     differences,
     in_words,
     other_layouts,
+    ranks_with_other_random_states,
 )
 from adaptor.verification.placed_sums import name_factor, placed_sum
 
@@ -94,7 +96,6 @@ class SaveCheck:
                     )
                 self._require_weights(content)
                 self._require_whole(content.get("optimizer"))
-                self._require_random_states(content.get("rng_state"))
             elif parts := _parameter_states(content):
                 self._require_shards(parts)
 
@@ -152,13 +153,6 @@ class SaveCheck:
                         for number, name in enumerate(order)
                     )
                     self._require(key, total & MASK, position)
-
-    def _require_random_states(self, saved: Any) -> None:
-        agreed = {key for group in self.agreed.groups.values() for key in group.random}
-        if agreed and isinstance(saved, list) and not agreed.issuperset(state_sums.random_keys(saved)):
-            raise CheckpointError(
-                f"step {self.step}: random states of {self.state.folder} were to be written that no rank has"
-            )
 
     def _require_shards(self, parts: list[Any]) -> None:
         names = state_sums.names_of(self.state)
@@ -328,10 +322,12 @@ class LoadResult:
     Attributes:
         problem: the differences, in a line; "": none
         not_compared: the groups that could not be compared, with the reason
+        other_random_states: the ranks with other random states than those at the begin of the save
     """
 
     problem: str = ""
     not_compared: tuple[str, ...] = ()
+    other_random_states: tuple[int, ...] = ()
 
 
 def chosen_checkpoint(root: Path, step: int | None, loaded: int) -> tuple[int, AgreedState | None]:
@@ -384,4 +380,5 @@ def compare(
         if different
         else ""
     )
-    return LoadResult(problem, tuple(omitted))
+    others = [] if omitted else ranks_with_other_random_states(agreed, gathered)
+    return LoadResult(problem, tuple(omitted), tuple(others))
