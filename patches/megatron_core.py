@@ -176,8 +176,8 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 @optimizer.patch(
     "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
-    why="up to 0.16 Muon's optimizers are not made by get_megatron_optimizer",
-    accepts="(config, model_chunks, ...)",
+    why="up to 0.17 Muon's optimizers are not made by get_megatron_optimizer",
+    accepts="(...)",
     optional=True,
 )
 def updates_of_muon_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

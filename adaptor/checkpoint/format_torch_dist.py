@@ -90,6 +90,11 @@ def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
     Megatron-core 0.15 and 0.16 save params behind such padding from a wrong place (fully_reshardable).
     """
     buckets = shards.buckets_of(optimizer, buffer)
+    index_map = {
+        param: (start - shift, end - shift, number)
+        for param, (start, end, number) in buffer.param_index_map.items()
+        for shift in (buckets[number].offset - buckets[number].world,)
+    }
     return SimpleNamespace(
         param_dtype=buffer.param_dtype,
         grad_dtype=buffer.grad_dtype,
@@ -104,11 +109,8 @@ def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
             )
             for bucket in buckets
         ],
-        param_index_map={
-            param: (start - shift, end - shift, number)
-            for param, (start, end, number) in buffer.param_index_map.items()
-            for shift in (buckets[number].offset - buckets[number].world,)
-        },
+        param_index_map=index_map,
+        get_unpacked_index_map=lambda: index_map,  # 0.17
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # All since 0.12 with online recovery, too.
-MEGATRON = ("0.8", "0.12", "0.13", "0.14", "0.15", "0.16", "0.20")
+MEGATRON = ("0.8", "0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 ONLINE = MEGATRON[1:]
 # Megatron-core 0.6, on which ModelLink was trained.
 CORE = ("0.6", *MEGATRON)
@@ -22,7 +22,7 @@ def specifier(minors: Sequence[str]) -> str:
 
 
 def words(minors: Sequence[str]) -> str:
-    """Return `minors` in words, like `0.12 to 0.16 and 0.20`."""
+    """Return `minors` in words, like `0.8 and 0.12 to 0.20`."""
     runs: list[list[str]] = []
     for minor in minors:
         if runs and _number(minor) == _number(runs[-1][-1]) + 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.faults import framework_log, harness, outcome, scenario
-from tests.faults.harness import DP2, DP3_FP32, ITERATIONS, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.harness import DP2, DP3_FP32, ITERATIONS, MOE_EP2, PP2_DP2, TP2_DP2, Ended, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline
 
@@ -116,6 +116,11 @@ def refused(line: str) -> Callable[[Job, Baseline], Ended]:
     return refused
 
 
+SHARDED = replace(DP2, name="dp2-torch_dist", extra=("--ckpt-format", "torch_dist"))
+# With experts, and saves by another process.
+SHARDED_EXPERTS = replace(
+    MOE_EP2, name="moe-dp4-ep2-async", extra=(*MOE_EP2.extra, *SHARDED.extra, "--async-save")
+)
 SAVED = "step {} saved as the framework saves it; plain torchrun goes on from it, bitwise"
 CHECKS = {
     "undisturbed": Check(DP2, "none", _undisturbed, "bitwise plain torchrun"),
@@ -141,7 +146,7 @@ CHECKS = {
         "rank=3,step=6,phase=door-after,kind=sigkill",
     ),
     "torch_dist": Check(
-        replace(DP2, name="dp2-torch_dist", extra=("--ckpt-format", "torch_dist")),
+        SHARDED,
         "SIGKILL of rank 1, backward of step 6",
         survives(5),
         SAVED.format(5),
@@ -171,6 +176,8 @@ ONLINE = {
         ("exception", DP2, "an exception", "backward", "rank=1,step=6,phase=backward,kind=exception"),
         ("hang", DP2, "a hang", "backward", "rank=1,step=6,phase=backward,kind=deadlock"),
         ("tensor", TP2_DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
+        ("torch_dist", SHARDED, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
+        ("experts", SHARDED_EXPERTS, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
         ("pipeline", STAGES, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
     )
 }

@@ -13,14 +13,16 @@ from adaptor.frameworks.megatron_online_support import of_data, of_framework, of
 FLEX = {"moe_token_dispatcher_type": "flex", "tensor_model_parallel_size": 2}
 
 
-@pytest.mark.parametrize("version", ["0.12.4", "0.13.2", "0.14.1", "0.15.0rc5", "0.15.4", "0.16.1", "0.20.0"])
+@pytest.mark.parametrize(
+    "version", ["0.12.4", "0.13.2", "0.14.1", "0.15.0rc5", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0"]
+)
 def test_a_version_that_was_tested(version: str) -> None:
     assert of_version(version) == ""
 
 
-@pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "0.17.0rc0", "0.19.0", "0.21.0"])
+@pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "0.12.0rc2", "0.21.0"])
 def test_a_version_that_was_not(version: str) -> None:
-    told = f"Megatron-LM {version} has not been tested with it; 0.12 to 0.16 and 0.20 have been"
+    told = f"Megatron-LM {version} has not been tested with it; 0.12 to 0.20 have been"
     assert of_version(version) == told
 
 
