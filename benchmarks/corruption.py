@@ -227,7 +227,10 @@ def write_doors(parsed: argparse.Namespace, benchmark: Benchmark) -> None:
     quiet_words = ", ".join(f"{name} {steps}" for name, steps in quiet_steps.items())
     text = (
         f"{total} changes, each undone; all jobs went on bitwise. {quiet_steps.total()} steps without a"
-        f" change were compared, none with a false alarm ({quiet_words}).\n\n"
+        f" change were compared, none with a false alarm ({quiet_words}).\n\nA change in a save counts as"
+        " named if the save is refused. With two holders of a shard an update or a gradient has two suspects."
+        " Experts of `moe-dp2-ep2` have no second holder: their updates, gradients and gathers are not"
+        " compared.\n\n"
     )
     text += table(["change", "layout", "changes", *columns], rows(of_kinds)) + "\n\n"
     text += table(["pattern", "words", "changes", *columns], rows(of_patterns))
