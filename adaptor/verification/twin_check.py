@@ -331,8 +331,10 @@ class TwinCheck:
 
     def _act_on(self, finding: Finding, step: int, *, is_self_test: bool) -> bool:
         """Return whether training goes on; otherwise tell the controller."""
-        if finding.kind is verdict.Kind.UNKNOWN:
-            self._print(finding.text)
+        if finding.kind is verdict.Kind.UNKNOWN:  # a script may change its state in every step
+            if (finding.label, ()) not in self._reported:
+                self._reported.add((finding.label, ()))
+                self._print(finding.text)
             return True
         if is_self_test:
             self._every, self._updated = 0, None

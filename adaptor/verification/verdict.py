@@ -249,12 +249,14 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
             used = _SumDifference(used.label, used.keys, changed, ())
         difference = "changed after their gather" if changed else "differ between their holders"
         return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
-    text = f"the sums of step {step} were added up wrongly"
+    text, changed_label = f"the sums of step {step} were added up wrongly", ""
     if changed_alone:
+        changed_label = min(changed_alone)
         text = f"all weights without a second holder have changed after their gather, in step {step + 1}"
     if alike:
+        changed_label = min(alike)
         text = f"all holders of {_words(sorted(alike))} have changed alike after step {step}: no corruption"
-    return Finding(Kind.UNKNOWN, "", (), (), (), step, text)
+    return Finding(Kind.UNKNOWN, changed_label, (), (), (), step, text)
 
 
 def unexplained(size: int, step: int, agreed: int) -> Finding:

@@ -217,3 +217,11 @@ def test_after_that_the_setting_decides(how: str, printed: list[str]) -> None:
     assert sent == ([] if goes_on else [((0, 1), 4, how == "stop")] * 2)
     line = "[ttp] CORRUPTION: param differs; rank 0 and 1: one of them corrupt"
     assert printed == [line] * goes_on
+
+
+def test_state_that_a_script_changes_in_every_step_is_told_of_once(printed: list[str]) -> None:
+    check, told = _check(1)
+    for step, label in ((4, "g/0"), (5, "g/0"), (6, "g/1")):
+        alike = verdict.Finding(verdict.Kind.UNKNOWN, label, (), (), (), step, f"alike after step {step}")
+        assert check._act_on(alike, step, is_self_test=False)
+    assert (told, printed) == ([], ["[ttp] alike after step 4", "[ttp] alike after step 6"])
