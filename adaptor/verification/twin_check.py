@@ -263,6 +263,8 @@ class TwinCheck:
             raise
         reports = [msgspec.msgpack.decode(data, type=Report) for data in gathered]
         finding = verdict.decide(reports, self._step, self._holders, self._models)
+        if finding.kind is verdict.Kind.UNKNOWN:
+            self._agreed = self._step
         tell_sums(finding.kind is verdict.Kind.UNKNOWN)
         if finding.kind is verdict.Kind.UPDATE:
             self._disputed = self._step, {label: record.state for label, record in report.shards.items()}

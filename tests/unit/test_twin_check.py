@@ -14,6 +14,7 @@ import torch
 from adaptor.checkpoint.shards import HeldShard
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol.messages import Corruption, Share
+from adaptor.replica import group
 from adaptor.verification import twin_check, verdict
 from adaptor.verification.twin_check import TwinCheck
 from adaptor.worker.door import Unwind
@@ -225,3 +226,17 @@ def test_state_that_a_script_changes_in_every_step_is_told_of_once(printed: list
         alike = verdict.Finding(verdict.Kind.UNKNOWN, label, (), (), (), step, f"alike after step {step}")
         assert check._act_on(alike, step, is_self_test=False)
     assert (told, printed) == ([], ["[ttp] alike after step 4", "[ttp] alike after step 6"])
+
+
+def test_holders_that_a_script_has_changed_alike_agree(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin_check, "_everyone", lambda: None)
+    monkeypatch.setattr(group, "total", lambda everyone, number: 1)
+    monkeypatch.setattr(group, "gather_bytes", lambda everyone, data: [data, data])
+    check, told = _check(1)
+    check._holders, check._models, check._step = {"g/0": [0, 1]}, {"g": [0, 1]}, 30
+    record = verdict.ShardRecord({"param": "a"}, {"param": "b"}, {"grad": "c"})
+    report = verdict.Report({"g/0": record}, {"g": ("w", "w")}, 29)
+    assert check._is_agreed(report, lambda is_agreed: None)
+    assert (check._agreed, told, len(printed)) == (30, [], 1)
