@@ -194,6 +194,15 @@ class Protection:
         """
         return contextlib.nullcontext() if self._session is None else self._session.phase(name)
 
+    def moving_state(self) -> contextlib.AbstractContextManager[None]:
+        """Mark a move of weights or optimizer state to other memory: `with protection.moving_state():`.
+
+        A loop that puts the state into host memory for a part of a step does so in one block, and brings it
+        back in another. The block waits while an incident is open, and needs no other rank. Main params and
+        moments stay readable between the blocks; the memory of a buffer of weights may have size 0.
+        """
+        return contextlib.nullcontext() if self._session is None else self._session.moving_state()
+
 
 def _whole_number(step: Any) -> int:
     """Return the number of a step. Raises StepError: the argument is no whole number."""

@@ -75,7 +75,11 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     from adaptor.frameworks import megatron_training
 
     is_swift = recipe["framework"] == "ms-swift"
-    arguments = _of_megatron(recipe["args"]) if is_swift else recipe["args"]
+    arguments, entry = recipe["args"], recipe.get("entry")
+    if is_swift:
+        arguments = _of_megatron(arguments)
+        if entry.endswith(".py"):  # of --external_plugins: the options before it are not in the list
+            arguments, entry = [*arguments, "--rlhf-type", "grpo"], "megatron rlhf"
     fewest = preflight.least_world_size(arguments)
     ranks = recipe["world"] if recipe["world"] and recipe["world"] % fewest == 0 else 2 * fewest
 
@@ -89,12 +93,14 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
     refusals = [*findings.refusals, *(ms_swift.refused(_parsed(arguments)) if is_swift else ())]
-    if is_swift and recipe["entry"] not in ("megatron pt", "megatron sft", "megatron rlhf"):
-        refusals.append(f"{recipe['entry']} is not protected")
+    if is_swift and entry not in ("megatron pt", "megatron sft", "megatron rlhf"):
+        refusals.append(f"{entry} is not protected")
     if refusals:
         return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in refusals})))
     assert findings.layout is not None
     reasons = (*_of_the_framework(recipe), *(findings.not_online or ()))
+    if is_swift:
+        reasons = (*reasons, *filter(None, (ms_swift.why_not_online(_parsed(arguments)),)))
     if 1 not in (findings.layout.data_parallel, findings.layout.experts):
         return Verdict(RESTART if reasons else ONLINE, reasons)
     if ranks == 1:

@@ -6,6 +6,7 @@ folder `last_words` has the same form, and a restart loads the newest checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LAST_WORDS = "last_words"
 NOTE = "ms-swift-output"
 LORA = "lora"
-_OF_OTHER_MODELS = {
-    "grpo": "its data come from a rollout engine, which no checkpoint has and no rank can start anew",
-    "gkd": "its data come from a teacher and a rollout engine, which no checkpoint has",
-}
+# Kinds of training whose data are sampled from the model (rollouts).
+_SAMPLED = ("grpo", "gkd")
+_PROTECTION = "_ttp_protection"
 
 
 @swift.patch(
@@ -44,13 +44,22 @@ def refused(options: Any) -> Iterator[str]:
     """Yield the reasons against the protection of a job, each with its option."""
     if getattr(options, "tuner_type", "full") not in ("full", LORA):
         yield f"--tuner_type is {options.tuner_type}: ms-swift's own checkpoints of it lack the adapters"
-    if (kind := getattr(options, "rlhf_type", None)) in _OF_OTHER_MODELS:
-        yield f"--rlhf_type is {kind}: {_OF_OTHER_MODELS[kind]}"
+    if _samples(options) and getattr(options, "vllm_mode", None) == "server":
+        yield "--vllm_mode is server: the server keeps its connection to the processes of the first start"
     for name in ("use_megatron_fsdp", "data_parallel_random_init"):
         if getattr(options, name, False):
             yield f"--{name} is set: training with it is not protected"
     if getattr(options, "streaming", False):
         yield "--streaming is true: its place in the data is not in last words"
+
+
+def why_not_online(options: Any) -> str:
+    """Return why a job is not recovered online; empty: it is."""
+    return "the engine of rollouts has communicators of its own" if _samples(options) else ""
+
+
+def _samples(options: Any) -> bool:
+    return getattr(options, "rlhf_type", None) in _SAMPLED
 
 
 @swift.patch(
@@ -136,14 +145,54 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
         with protection.phase("evaluation"):
             return evaluate(*args, **kwargs)
 
-    def go_back(step: int) -> None:
+    def go_back(step: int, _counters: Mapping[str, int | float]) -> None:
         _set_to_step(trainer, step)
         data[:] = _read_again(trainer, *args, **kwargs)
 
     trainer.save_checkpoint, trainer.evaluate = save_checkpoint, evaluate_in_phase
-    protection.run_steps(lambda step: trainer.run_train_step(*data), options.train_iters, go_back)
+
+    def loop() -> None:
+        while trainer.state.iteration < options.train_iters:
+            with protection.step(trainer.state.iteration + 1):
+                trainer.run_train_step(*data)
+
+    setattr(trainer, _PROTECTION, protection)
+    protection.run_loop(loop, go_back, why_not_online(options))
     protection.end_training()
     return trainer.finalize_training()
+
+
+@swift.patch(
+    "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin._replace_data_iterator",
+    why="rollouts have a duration of their own, and only some steps have any",
+    accepts="(data_iterator)",
+)
+def rollouts_are_a_phase(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with _protection_of(instance).phase("rollouts"):
+        return wrapped(*args, **kwargs)
+
+
+@swift.patch(
+    "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin.offload_context",
+    why="the state moves to the host and back, but not while last words are written",
+    accepts="()",
+)
+@contextlib.contextmanager
+def state_is_moved_between_incidents(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    protection = _protection_of(instance)
+    with contextlib.ExitStack() as offloaded:
+        with protection.moving_state():
+            offloaded.enter_context(wrapped(*args, **kwargs))
+        try:
+            yield
+        finally:
+            with protection.moving_state():
+                offloaded.close()
+
+
+def _protection_of(trainer: Any) -> adaptor.Protection:
+    """Return the protection of a trainer; before its loop one that does nothing."""
+    return getattr(trainer, _PROTECTION, None) or adaptor.Protection(None)
 
 
 def _set_to_step(trainer: Any, step: int) -> None:

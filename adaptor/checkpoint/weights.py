@@ -31,6 +31,7 @@ Requantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 # The attributes in which tensors of Transformer Engine have their bytes.
 _BYTES = ("_data", "_rowwise_data", "_columnwise_data")
+_ADDRESS_BITS = 64
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -57,14 +58,15 @@ class _Buffer:
         if not data.dtype.is_floating_point or data.element_size() < 2:
             raise CheckpointError(f"weights of {data.dtype} cannot be rebuilt from float32 main params")
         self._buckets = shards.buckets_of(optimizer, buffer)
-        self._start, self._end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
+        self._start = _start(data)
+        self._end = self._start + data.numel() * data.element_size()
         self._cast = cast(main, data.dtype)
 
     def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the weights at the place of `tensor` in the buffer; None if it is not in this buffer."""
-        if not self._start <= tensor.data_ptr() < self._end or tensor.dtype != self._cast.dtype:
+        if not self._start <= _start(tensor) < self._end or tensor.dtype != self._cast.dtype:
             return None
-        first = (tensor.data_ptr() - self._start) // tensor.element_size()
+        first = (_start(tensor) - self._start) // tensor.element_size()
         last = first + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -140,13 +142,13 @@ class Weights:
         names of non-finite weights. Raises CheckpointError if a trained weight has no main param on the rank.
         """
         trained = {
-            _memory(param).data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()
+            _start(_memory(param)) for param in chunk.parameters() if param.requires_grad and param.numel()
         }
         not_finite = []
         for name, value, put in places:
             weight = self._rebuilt(value)
             if weight is None:
-                address = _memory(value).data_ptr()
+                address = _start(_memory(value))
                 if address in trained:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
                 put(self._to_host(buffers.get(address, value)))
@@ -171,9 +173,9 @@ class Weights:
 
 def _is_in_order(buffer: Any) -> bool:
     """Return whether the weights lie in their buffer where its map says."""
-    first, size = buffer.param_data.data_ptr(), buffer.param_data.element_size()
+    first, size = _start(buffer.param_data), buffer.param_data.element_size()
     return all(
-        param.data_ptr() == first + start * size for param, (start, _, _) in buffer.param_index_map.items()
+        _start(param) == first + start * size for param, (start, _, _) in buffer.param_index_map.items()
     )
 
 
@@ -190,9 +192,20 @@ def _is_in(param: torch.Tensor, data: torch.Tensor | None) -> bool:
     """Tell whether the memory of a param is a part of `data`, in numbers that a cast makes of main params."""
     if data is None or is_quantized(param):
         return False
-    start = data.data_ptr()
-    return not param.numel() or start <= param.data_ptr() < start + data.numel() * data.element_size()
+    start = _start(data)
+    return not param.numel() or start <= _start(param) < start + data.numel() * data.element_size()
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor.
+
+    Without memory (an offloaded buffer) it is a number above all addresses, which no other storage has.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() or not tensor.numel():
+        return tensor.data_ptr()
+    return (int(storage._cdata) << _ADDRESS_BITS) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    return _memory(tensor).data_ptr(), tensor.shape, tensor.dtype
+    return _start(_memory(tensor)), tensor.shape, tensor.dtype

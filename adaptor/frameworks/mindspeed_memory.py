@@ -36,6 +36,9 @@ from adaptor.replica import twin
 _HALF = 32768
 _JOIN, _PART = "fp16_tensor_convert_to_fp32_tensor", "fp32_tensor_convert_to_fp16_tensor"
 _SWAP = "param_to_cpu_states_map"
+# The optimizer of --o2-optimizer, whose moments are in bf16.
+_HALF_MOMENTS = "O2AdamW"
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 LLM = "mindspeed_llm"
 _UTILS = "mindspeed_llm.training.utils"
 # Where MindSpeed keeps activations that are on the host until the backward pass (--swap-attention).
@@ -62,16 +65,26 @@ def attach(optimizer: Any) -> Any:
     Raises:
         UnsupportedError: this version of MindSpeed has an unknown place for the state.
     """
-    if getattr(optimizer, "optimizer", None) is None:
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is None:
         return None
+    if type(inner).__name__ == _HALF_MOMENTS:
+        inner.register_load_state_dict_post_hook(_halve_moments)
     memory: Any = None
     if hasattr(optimizer, _JOIN):
         memory = ReusedMemory(optimizer)
     elif hasattr(optimizer, _SWAP):
         memory = SwappedMemory(optimizer)
     if memory is not None:
-        setattr(optimizer.optimizer, twin.STORAGE, memory)
+        setattr(inner, twin.STORAGE, memory)
     return memory
+
+
+def _halve_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Return moments to the type in which the optimizer makes them: a load gives them the type of params."""
+    for state in optimizer.state.values():
+        for key in _MOMENTS & state.keys():
+            state[key] = state[key].to(torch.bfloat16)
 
 
 class ReusedMemory:

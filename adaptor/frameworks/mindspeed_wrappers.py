@@ -25,7 +25,6 @@ ALLOWED_VALUES: supported_options.Values = (
     ("compress_optimizer", (False, None), "compressed optimizer state"),
     ("quant_states", (None,), "optimizer state in 8 bits"),
     ("quant_grads", (False, None), "gradients with scales of their own"),
-    ("o2_optimizer", (False, None), "moments in bf16"),
     ("optimizer_selection", ("fused_adamw", "fused_torch_adamw"), "an average of the weights (EMA)"),
     ("use_ema", (False, None), "an average of the weights (EMA)"),
     ("layerzero", (False, None), "LayerZero, which cuts weights and gradients,"),

@@ -1,7 +1,7 @@
 """The door: the only way into a window in which a rank changes the state that could be saved.
 
-There are two kinds of windows: an update of the optimizer, named by its step, and the publishing of a regular
-checkpoint. Invariants:
+There are three kinds of windows: an update of the optimizer, named by its step, the publishing of a regular
+checkpoint, and a move of the state to other memory. Invariants:
 
 1. While the door is closed no window opens, except the window of the step that the controller lets pass,
    until the controller lets another step pass.
@@ -17,7 +17,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-PUBLISH = -1  # the name of the publishing window, where an update has its step
+# The names of the other windows, where an update has its step.
+PUBLISH = -1
+MOVE = -2
 
 
 class Unwind(BaseException):

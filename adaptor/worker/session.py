@@ -400,6 +400,17 @@ class Session:
         finally:
             self.door.leave()
 
+    @contextlib.contextmanager
+    def moving_state(self) -> Iterator[None]:
+        """Let the block move tensors of the state to other memory; see `UpdateWindow.moving`."""
+        if self.trainee is None:
+            yield
+            return
+        if self.copier is not None:
+            self.copier.wait()
+        with self.window.moving(self.trainee.device):
+            yield
+
     def hold(self, until: threading.Event | None = None) -> None:
         """Keep the main thread, and with it the process and the state, until the processor ends the process.
 

@@ -9,8 +9,9 @@ skipped nor as left out (`void`). The check runs after the last collective of th
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from adaptor.protocol.board import Board
 from adaptor.protocol.messages import Phase
 from adaptor.protocol.state_provider import StepVerifier, Trainee
 from adaptor.worker.abort_collectives import CollectiveEndedError
-from adaptor.worker.door import Door, Unwind
+from adaptor.worker.door import MOVE, Door, Unwind
 
 # The longest wait, in seconds, for the device's copy of a record: a collective that never ends may be queued
 # before it.
@@ -185,6 +186,20 @@ class UpdateWindow:
         """Close the window: the state is that of `step`."""
         self._board.finish(step)
         self.door.leave()
+
+    @contextlib.contextmanager
+    def moving(self, device: Device) -> Iterator[None]:
+        """Let the state move to other memory, but not while an incident is open.
+
+        Raises:
+            Unwind: the main thread is to leave the framework's loop instead.
+        """
+        self.door.enter(MOVE)
+        try:
+            yield
+        finally:
+            self._mark = device.mark()
+            self.door.leave()
 
     def skip(self, trainee: Trainee, step: int) -> None:
         """Note that `step` makes no update."""

@@ -32,6 +32,7 @@ PHASES = {
     "start": "before the model is built",
     "data": "when the batch is fetched",
     "read": "when the data set is read for a batch",
+    "rollout": "when an engine samples from the weights, which are on the host",
     "forward": "before the transformer layers",
     "backward": "when gradients reach the transformer layers",
     "activation": "behind the forward pass of the transformer layers",

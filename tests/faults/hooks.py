@@ -91,6 +91,7 @@ def install(injector: Injector) -> None:
     for training in ("megatron.training.training", "ascendspeed.training"):
         before("start", training, "setup_model_and_optimizer")
     before("data", "megatron.training.utils", "get_batch_on_this_tp_rank")
+    before("rollout", "swift.megatron.trainers.rollout_mixin", "MegatronRolloutMixin._generate")
     before("read", "torch.utils.data._utils.fetch", "_MapDatasetFetcher.fetch")
     _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
     buffers = "megatron.core.distributed.param_and_grad_buffer"

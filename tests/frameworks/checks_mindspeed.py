@@ -173,6 +173,8 @@ REUSE_EXPERTS = Layout("moe-dp4-ep2-reuse", 4, extra=(*MOE_EP2.extra, "--reuse-f
 # The experts of a rank are nowhere else: their shard is the whole of them.
 REUSE_LONE = replace(REUSE_EXPERTS, name="moe-dp2-ep2-reuse", processes=2)
 SWAP = Layout("dp2-swap", 2, extra=("--swap-optimizer",))
+# Moments in bf16, beside main params whose halves are apart.
+O2 = Layout("dp2-o2-reuse", 2, extra=("--o2-optimizer", "--o2-gradient", "--reuse-fp32-param"))
 SWAP_EXPERTS = Layout("moe-dp4-ep2-swap", 4, extra=(*MOE_EP2.extra, "--swap-optimizer"))
 ULYSSES = _context("cp2-dp2", "ulysses_cp_algo", processes=4)
 RING = _context("cp2-dp2-ring", "megatron_cp_algo", processes=4)
@@ -228,6 +230,9 @@ LLM = {
     "swap-update": dies(SWAP, 0, "update", 6),
     "swap-restart": replace(MINDSPEED["restart"], layout=SWAP),
     "swap-experts": dies(SWAP_EXPERTS, 1, "norm", 5),
+    # Plain torchrun goes on with moments in float32, also from what the framework has saved.
+    "o2": replace(dies(O2, 1, "norm", 5), run=saves(5), outcome="step 5 saved as the framework saves it"),
+    "o2-restart": replace(MINDSPEED["restart"], layout=O2),
     "averages": refuses("--optimizer-selection", "fused_ema_adamw"),
     # On a CPU the framework cannot load with this option, not even what it has saved.
     "no-gloo": replace(
@@ -296,6 +301,7 @@ LLM_ONLINE = {
             "SIGKILL of rank 0, before the gradient norm",
             "rank=0,step=6,phase=norm,kind=sigkill",
         ),
+        ("o2", O2, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
         (
             "experts",
             MOE_EP2,

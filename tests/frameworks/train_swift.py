@@ -12,8 +12,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from record import Recorder
 from swift.megatron.arguments.sft_args import MegatronSftArguments
 from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
 from swift.megatron.utils.megatron_lm_utils import initialize_megatron
 from train_core import batch, build, drawn
+
+
+class RolloutTrainer(MegatronRolloutMixin, BaseMegatronTrainer):
+    """The trainer of `--rlhf-type grpo`."""
 
 
 def adapt(model: torch.nn.Module) -> None:
@@ -42,6 +47,8 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=2)
     parser.add_argument("--save-interval", type=int, default=2)
     parser.add_argument("--tuner-type", default="full", choices=("full", "lora"))
+    parser.add_argument("--rlhf-type", choices=("grpo",))
+    parser.add_argument("--steps-per-generation", type=int, default=1)
     parser.add_argument("--mcore-model")
     parser.add_argument("--mcore-adapter")
     parser.add_argument("--finetune", action="store_true")
@@ -69,7 +76,8 @@ def main() -> None:
         return loss
 
     args.forward_step = forward
-    BaseMegatronTrainer(args, [model], optimizer, scheduler, Recorder(args.record).add).train(drawn, None)
+    kind = RolloutTrainer if args.rlhf_type else BaseMegatronTrainer
+    kind(args, [model], optimizer, scheduler, Recorder(args.record).add).train(drawn, None)
     torch.distributed.destroy_process_group()
 
 

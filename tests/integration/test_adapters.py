@@ -49,7 +49,7 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     outcome.assert_same_training(ended, undisturbed.records, steps)
     # Both ranks die, and all start again from the copies in host memory.
     options = ("--ttp-host-copy", "1", "--ttp-online", "0")
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill,also=0"]
+    faults = ["rank=1,step=6,phase=update,kind=sigkill,also=0"]
     job = ("--save", str(tmp_path / "copied"), "--save-interval", "100")
     ended = bridge(tmp_path / "copies", *job, restarts=1, faults=faults, options=options)
     assert ended.code == 0, ended.log[-3000:]
@@ -103,6 +103,21 @@ def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp
     weights = [name for name in saved if name.startswith("decoder.")]
     assert weights
     assert all(".lora_" in name for name in weights)
+
+
+def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
+    """Rank 1 dies while rank 0 samples from weights of step 4, whose buffers are empty, for steps 5 and 6."""
+    job = ("--rlhf-type", "grpo", "--steps-per-generation", "2", "--save-interval", "100", "--output-dir")
+    undisturbed = swift(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    output = tmp_path / "output"
+    faults = ["rank=1,step=5,phase=rollout,kind=sigkill"]
+    options = ("--ttp-online", "60")
+    ended = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "restart 1 of 1: from step 4, 0 steps lost" in ended.log
+    assert any("online recovery: no (the engine of rollouts" in line for line in ended.said), ended.said
+    outcome.assert_same_training(ended, undisturbed.records)
 
 
 def flagscale_of(megatron: Path, root: Path) -> Path:

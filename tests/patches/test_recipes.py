@@ -16,7 +16,7 @@ COMMAND = str(ROOT / "benchmarks" / "recipes.py")
 PUBLISHED = ROOT.parent / "shared" / "recipes" / "recipes.jsonl"
 # The share of published recipes in a class, in per cent: the largest, and the smallest.
 SHARES = {
-    "refused": (0, 7),
+    "refused": (0, 4),
     "of everything, and online recovery": (60, 100),
     "again, and online recovery": (18, 100),
 }
@@ -46,7 +46,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
         (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8-r", "--use-megatron-f"]),
         (recipe("--optimizer", "muon"), ["refused before the first step", "--use-distributed-opt"]),
-        (recipe("--o2-optimizer", framework="mindspeed-llm"), ["refused", "--o2-optimizer"]),
+        (recipe("--compress-optimizer", framework="mindspeed-llm"), ["refused", "--compress-opt"]),
         (recipe("--swap-optimizer", framework="mindspeed-llm"), ["refused", "--swap-optimizer"]),
         (recipe(world=1), ["50 steps made again, a death restarts all", "one rank: all is lost with it"]),
         (recipe(*EXPERTS), ["copies in host memory, up to 50 steps made again, and online recovery"]),

@@ -79,8 +79,7 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
     ("options", "words"),
     [
         ({"tuner_type": "lora_llm"}, "--tuner_type is lora_llm"),
-        ({"rlhf_type": "grpo"}, "--rlhf_type is grpo"),
-        ({"rlhf_type": "gkd", "tuner_type": "lora"}, "--rlhf_type is gkd"),
+        ({"rlhf_type": "grpo", "vllm_mode": "server"}, "--vllm_mode is server"),
         ({"use_megatron_fsdp": True}, "--use_megatron_fsdp is set"),
         ({"streaming": True}, "--streaming is true"),
     ],
@@ -90,7 +89,7 @@ def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
     assert refusal.startswith(words)
 
 
-@pytest.mark.parametrize("kind", [None, "dpo", "kto", "rm"])
+@pytest.mark.parametrize("kind", [None, "dpo", "kto", "rm", "grpo", "gkd"])
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 def test_ms_swift_protects_fine_tuning(kind: str | None, tuner: str) -> None:
     options = SimpleNamespace(tuner_type=tuner, rlhf_type=kind, fp8_param_gather=True)

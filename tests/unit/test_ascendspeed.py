@@ -73,7 +73,6 @@ def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: p
         ({"compress_optimizer": True}, "--compress-optimizer is True: compressed optimizer state"),
         ({"quant_states": "mxfp8"}, "--quant-states is mxfp8: optimizer state in 8 bits"),
         ({"quant_grads": True}, "--quant-grads is True: gradients with scales of their own"),
-        ({"o2_optimizer": True}, "--o2-optimizer is True: moments in bf16"),
         (
             {"optimizer_selection": "fused_ema_adamw"},
             "--optimizer-selection is fused_ema_adamw: .*; use fused_adamw or fused_torch_adamw, or",

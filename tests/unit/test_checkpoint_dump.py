@@ -7,6 +7,7 @@ import threading
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from adaptor.checkpoint import manifest, publish, shards, state_writer, training
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.training_state import TrainingState
+from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
 from tests.unit.threads import LONG_S
 
@@ -343,6 +345,24 @@ def test_fp32_weights_are_rebuilt_as_well(tmp_path: Path) -> None:
     _alone(Rank(0, 1, torch.float32), tmp_path)
     model = load(tmp_path / "mp_rank_00/model_optim_rng.pt")["model"]
     assert torch.equal(model["c"], whole_state()["param"][32:34])
+
+
+def test_weights_are_rebuilt_while_their_buffers_are_offloaded() -> None:
+    """Buffers without memory have no address by which a weight could be known."""
+    ranks = [Rank(0, 1), Rank(0, 1)]
+    weights = Weights(lambda tensor: tensor)
+    for number, rank in enumerate(ranks):
+        rank.model.a.untyped_storage().resize_(0)
+        world = {"param": without_padding(whole_state()["param"]) + number}
+        weights.add_sharded(rank.optimizer, {0: {(torch.bfloat16, torch.float32): world}})
+    for number, rank in enumerate(ranks):
+        saved = rank.model.state_dict_for_save_checkpoint()
+        places = [(name, value, partial(saved.__setitem__, name)) for name, value in saved.items()]
+        assert weights.rebuild(rank.model, places, {}) == []
+        expected = (whole_state()["param"] + number).to(torch.bfloat16)
+        assert torch.equal(saved["tied"], expected[:15].view(3, 5))
+        assert torch.equal(saved["b"], expected[15:22])
+        assert torch.equal(saved["c"], expected[32:34])
 
 
 def test_a_distributed_optimizer_of_an_older_framework_gives_the_same(tmp_path: Path) -> None:

@@ -225,6 +225,22 @@ def test_weights_that_are_not_bf16_are_refused() -> None:
         mindspeed_memory.attach(optimizer)
 
 
+class O2AdamW(torch.optim.AdamW):
+    """An optimizer of the name of MindSpeed-LLM's, whose moments are in bf16."""
+
+
+def test_moments_in_bf16_are_so_again_after_a_load() -> None:
+    """torch gives loaded moments the type of their params."""
+    main = torch.arange(4.0)
+    torchs = O2AdamW([main])
+    halves = {key: torch.full((4,), 0.1, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+    torchs.state[main] = {"step": torch.tensor(3.0), **halves}
+    mindspeed_memory.attach(SimpleNamespace(optimizer=torchs))
+    torchs.load_state_dict(torchs.state_dict())
+    assert all(torch.equal(torchs.state[main][key], half) for key, half in halves.items())
+    assert torchs.state[main]["step"].dtype == torch.float32
+
+
 def test_swapped_state_is_read_and_written_on_the_host() -> None:
     main, weight = torch.arange(4.0), torch.zeros(4, dtype=torch.bfloat16)
     torchs = torch.optim.AdamW([main])

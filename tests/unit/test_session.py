@@ -524,6 +524,30 @@ def test_who_has_told_not_to_be_ready_keeps_the_others_from_the_update(worker: W
         main.result()
 
 
+def test_state_moves_to_other_memory_only_while_no_incident_is_open(worker: Worker) -> None:
+    """A freeze waits for the end of a move; a move waits for the end of the incident."""
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    moved = threading.Event()
+
+    def move() -> None:
+        with worker.session.moving_state():
+            moved.set()
+
+    first = contextlib.ExitStack()
+    first.enter_context(worker.session.moving_state())
+    with Thread(worker.frozen) as freeze:
+        wait_for_waiter(worker.changed)
+        assert freeze.running
+        first.close()
+    assert worker.stands == ("RUNNING", 4, 4)
+    with Thread(move):
+        wait_for_waiter(worker.changed)
+        assert not moved.is_set()
+        worker.session.door.open()
+    assert moved.is_set()
+
+
 def test_the_next_step_stays_behind_the_door(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.frozen()

@@ -44,11 +44,14 @@ class BaseMegatronTrainer:
         self._train_metrics: dict[str, Any] = {}
         return self._prepare_data_iterator(train_dataset, val_dataset)
 
+    def _replace_data_iterator(self, data_iterator: Any) -> Any:
+        return data_iterator
+
     def train_step(self, data_iterator: Any) -> tuple[torch.Tensor, Any, bool]:
         (model,) = self.wrapped_models
         model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.args.forward_step(next(data_iterator), model)
+        loss = self.args.forward_step(next(self._replace_data_iterator(data_iterator)), model)
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([model])
         updated, grad_norm, _ = self.optimizer.step()
