@@ -105,8 +105,6 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         return Verdict(RESTART if reasons else ONLINE, reasons)
     if ranks == 1:
         reasons = (*reasons, "one rank: all is lost with it")
-    if is_swift:
-        reasons = (*reasons, "the loop of ms-swift does not go back to copies")
     return Verdict(RESTART_COPIES if reasons else ONLINE_COPIES, reasons)
 
 

@@ -33,7 +33,7 @@ from adaptor.devices.device import Device
 from adaptor.errors import StartError, UnsupportedError
 from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
-from adaptor.host_copy import copier, rebuild
+from adaptor.host_copy import content, copier, rebuild
 from adaptor.online.rejoin import Rejoin
 from adaptor.online.state import Loop
 from adaptor.protocol.environment import Generation
@@ -141,6 +141,7 @@ class LibraryLoop(Loop):
         describe: describes this rank's state: collective.
         go_back: brings the script back to the end of a step.
         last: the number of the last step; None: the loop knows its last step.
+        has_copies: `go_back` can set the loop to a step of any copy in host memory.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class LibraryLoop(Loop):
         session: Session,
         go_back: GoBack | None,
         last: int | None,
+        has_copies: bool,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -160,6 +162,7 @@ class LibraryLoop(Loop):
         self._session = session
         self._go_back = go_back
         self._last = last
+        self._has_copies = has_copies
         self._record: StepRecord | None = None  # of the step to go back to, before the next
 
     def group(self) -> str:
@@ -203,6 +206,13 @@ class LibraryLoop(Loop):
 
     def gather_weights(self) -> None:
         megatron_settle.gather_weights(self._model, self._optimizer)
+
+    def copied_steps(self) -> tuple[int, ...]:
+        made = self._session.copier if self._has_copies else None
+        return () if made is None else made.steps
+
+    def put_back_copy(self, step: int) -> StepRecord:
+        return content.put_back(step, self._optimizer, self._model)
 
 
 class OwnLoopRecovery:
@@ -271,7 +281,7 @@ class OwnLoopRecovery:
             why_not: why the framework cannot call its loop again; empty: the framework can.
         """
         if self._worker.newcomer:
-            self._worker.ask_record()
+            self._worker.ask_record(lambda step: content.read_record(content.own_copy(step)).record)
         return self._run(train, go_back, None, why_not)
 
     def _run(self, train: Callable[[], T], go_back: GoBack | None, last: int | None, why_not: str = "") -> T:
@@ -283,4 +293,5 @@ class OwnLoopRecovery:
             session.tell_again()
             if why_not:
                 return train()
-        return worker.run(LibraryLoop(*self._given, session, go_back, last), train)
+        # Only a framework's loop knows its last step, and goes back to any step.
+        return worker.run(LibraryLoop(*self._given, session, go_back, last, last is None), train)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.context import Context
-from adaptor.errors import CheckpointError
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
 from adaptor.host_copy import content
@@ -331,10 +330,7 @@ class TrainingLoop(state.Loop):
         return () if made is None else tuple(step for step in made.steps if step >= oldest)
 
     def put_back_copy(self, step: int) -> StepRecord:
-        try:
-            return content.read(content.own_copy(step), self._optimizer, self._model).record
-        except CheckpointError as error:
-            raise CannotRejoinError(str(error)) from error
+        return content.put_back(step, self._optimizer, self._model)
 
     def end_step(self) -> None:
         """A step has ended; the loop counts the step, and writes the step's line."""

@@ -26,6 +26,7 @@ from adaptor.online.transfer import Shard
 from adaptor.protocol.copy_file import CopyFile, digest_of
 from adaptor.protocol.environment import Generation, HeldCopies, WorkerPlace
 from adaptor.replica import optimizer_state, twin
+from adaptor.worker.processor import CannotRejoinError
 
 _LENGTH = struct.Struct("<Q")
 # Where a tensor may begin: any dtype can be read there.
@@ -274,6 +275,18 @@ def read(memory: memoryview, optimizer: Any, model: Sequence[Any]) -> CopyRecord
         for number, shard in shards_by_index.items():
             optimizer_state.keep(shard, filled[number])
     return _record_in(index)
+
+
+def put_back(step: int, optimizer: Any, model: Sequence[Any]) -> StepRecord:
+    """Give optimizers and untrained weights the state of `step` from this rank's own copy; return the record.
+
+    Raises:
+        CannotRejoinError: there is no such copy, or the copy is damaged or of another layout.
+    """
+    try:
+        return read(own_copy(step), optimizer, model).record
+    except CheckpointError as error:
+        raise CannotRejoinError(str(error)) from error
 
 
 def _numbers(numbers: Any) -> str:

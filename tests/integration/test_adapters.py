@@ -47,14 +47,20 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
     outcome.assert_same_training(ended, undisturbed.records, steps)
-    # Both ranks die, and all start again from the copies in host memory.
-    options = ("--ttp-host-copy", "1", "--ttp-online", "0")
-    faults = ["rank=1,step=6,phase=update,kind=sigkill,also=0"]
-    job = ("--save", str(tmp_path / "copied"), "--save-interval", "100")
-    ended = bridge(tmp_path / "copies", *job, restarts=1, faults=faults, options=options)
+    # Rank 1 dies, the only holder of its shard; then both die, and all start again from their copies.
+    options = ("--ttp-replica", "none", "--ttp-host-copy", "1", "--ttp-online", "60", "--ttp-spares", "0")
+    faults = [
+        "rank=1,step=4,phase=update,kind=sigkill",
+        "rank=1,step=6,phase=update,kind=sigkill,restart=-1,also=0",
+    ]
+    job = ("--save-interval", "100", "--save")
+    alone = bridge(tmp_path / "alone", *job, str(tmp_path / "own-alone"), launcher="torchrun", instances=1)
+    copied = str(tmp_path / "copied")
+    ended = bridge(tmp_path / "copies", *job, copied, restarts=1, faults=faults, options=options)
     assert ended.code == 0, ended.log[-3000:]
+    assert any("goes on after step 3, from copies in host memory" in line for line in ended.said), ended.said
     assert any("step 5 is written from the copies in host memory" in line for line in ended.said), ended.said
-    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_same_training(ended, alone.records)
 
 
 def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
@@ -82,20 +88,22 @@ def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path
 
 
 def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp_path: Path) -> None:
-    """Rank 1 is replaced; then both ranks die, and all start again from copies of the adapters. With
-    `add_version` all of them have one output folder."""
+    """Rank 1, the only holder of its shard, is replaced, and both go back to their copies; then both die,
+    and all start again from copies of the adapters. With `add_version` all have one output folder."""
     job = ("--tuner-type", "lora", "--add-version", "--save-interval", "100", "--output-dir")
-    undisturbed = swift(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun")
+    own = str(tmp_path / "own")
+    undisturbed = swift(tmp_path / "undisturbed", *job, own, launcher="torchrun", instances=1)
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,step=8,phase=backward,kind=sigkill,restart=-1,also=0",
     ]
-    options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
+    options = ("--ttp-replica", "none", "--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
     output = tmp_path / "output"
     ended = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
     assert ended.code == 0, ended.log[-3000:]
-    assert any(" training goes on after step 3, 0 steps lost" in line for line in ended.said), ended.said
+    (line,) = [line for line in ended.said if " training goes on after step 2, " in line]
+    assert "from copies in host memory; " in line
     assert any("step 6 is written from the copies in host memory" in line for line in ended.said), ended.said
     outcome.assert_same_training(ended, undisturbed.records)
     (version,) = output.iterdir()

@@ -18,7 +18,7 @@ PUBLISHED = ROOT.parent / "shared" / "recipes" / "recipes.jsonl"
 SHARES = {
     "refused": (0, 4),
     "of everything, and online recovery": (60, 100),
-    "again, and online recovery": (18, 100),
+    "again, and online recovery": (21, 100),
 }
 
 
