@@ -54,7 +54,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe("--tp-comm-overlap"), ["and online recovery"]),
         (recipe("--cuda-graph-impl", "local"), ["every fault restarts all", "CUDA graphs hold the groups"]),
         (recipe("--stage", "sft", framework="mindspeed-llm", version="master"), ["and online recovery"]),
-        (recipe(version="0.18.0"), ["every fault restarts all", "Megatron-LM 0.18.0 has not been tested"]),
+        (recipe(version="0.21.0"), ["every fault restarts all", "Megatron-LM 0.21.0 has not been tested"]),
         (recipe("--lr"), ["arguments that nothing parses", "argument --lr: expected one argument"]),
         (recipe(framework="slime"), ["no loop, or one that nothing here patches"]),
     ],
