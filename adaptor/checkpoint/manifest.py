@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: files and checksums; `publish.py` and `regular_folder.py` write it.
+"""The manifest of a checkpoint folder: files and checksums, and which of the files a node needs and has.
 
 A node with a disk of its own may have only a part of the checkpoint that rank 0 sees, or another save of the
 step: `read_if_intact`, `other_save_problem`, `own_files`, `missing_from_part`.

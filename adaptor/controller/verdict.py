@@ -1,4 +1,5 @@
-"""Writes the verdict of an incident, or the line of an online recovery, and the orders with it; pure.
+"""Writes the verdict of an incident with the exit code of `ttprun`, or the line of an online
+recovery, and orders workers to exit; pure.
 
 `Recurrence` counts faults that come again without progress, so that another start would only meet them again.
 Every agent keeps the verdicts of its job, and hands the verdicts to the controller in its process. The

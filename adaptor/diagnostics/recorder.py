@@ -1,4 +1,4 @@
-"""Drives the recordings of chosen steps of this rank (TTP_PROFILE, TTP_DUMP), without disturbing training.
+"""Tells the recordings (`recordings.py`) the begin and end of steps, and keeps their failures from training.
 
 The session reports the begin and end of steps. A failure here is one line, and ends only the recording; a
 thread writes the files, because its disk may hang.

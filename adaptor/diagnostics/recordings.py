@@ -1,4 +1,4 @@
-"""Records values of tensors in some steps (TTP_DUMP), and a trace of some steps (TTP_PROFILE).
+"""Starts the profiler in the requested steps (TTP_PROFILE), and records values of tensors (TTP_DUMP).
 
 Hooks exist only during the requested steps. Hooks read, and change nothing: no random number is drawn and no
 node is added to the graph of autograd, so losses stay bit for bit the same. The profiler is torch's, or

@@ -1,5 +1,5 @@
 """Online recovery in Megatron-LM: its training loop, called again from the end of a finished step, and the
-start of a newcomer. The supported jobs: `megatron_online_support.py`.
+start of a newcomer, its step and its data. The supported jobs: `megatron_online_support.py`.
 
 The loop reads its position from the arguments when called, so the arguments are set to the step first. An
 exception leaves further unfinished work (`megatron_settle.py`); the assertions of the loop at its call are

@@ -1,4 +1,4 @@
-"""Makes the host copies of a worker: takes the memory before the first step, and copies beside later steps.
+"""Makes the host copies of a worker beside its steps, and with TTP_HOST_COPY=auto chooses the steps between.
 
 A thread copies the state of a finished step beside the next step. The copied state does not change between
 two updates. The main thread waits for the rest of a copy only before its next update. The rank has two files,

@@ -1,4 +1,4 @@
-"""Replays the data that a training loop has read since a step."""
+"""Replays, in a survivor, the data that a training loop has read since a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends a large file of a checkpoint in parts, and goes on with an interrupted upload.
+"""Cuts a large file of a checkpoint into parts, sends the parts, and goes on with an interrupted upload.
 
 The file is always read from its beginning, for its checksum. A part is not sent again if the note of the
 upload has the checksum of its content, and the store has the part with the etag of the note. The object is

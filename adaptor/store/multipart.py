@@ -1,4 +1,4 @@
-"""Uploads of several parts to a store with the interface of S3, which another process can continue; etags.
+"""Requests of an upload in parts to a store with the interface of S3, which another process can continue.
 
 The client is botocore, because obstore has no request for an upload that another process has begun. A request
 is repeated for a minute: botocore itself counts attempts alone, and eight silent attempts would take a

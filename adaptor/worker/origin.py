@@ -1,6 +1,4 @@
-"""The origin of an exception: the identity by which a repeated exception is recognised, and whether a restart
-can help.
-"""
+"""The origin of an exception: an identity, which the controller compares, and whether a restart can help."""
 
 from __future__ import annotations
 
