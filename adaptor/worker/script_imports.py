@@ -149,6 +149,8 @@ class ScriptImports:
         self._environment: dict[bytes, bytes] = {}  # not of os.environ: in a spare, its readers are recorded
         self._seen = 0  # of the environment, a hash
         self._changed: dict[str, str] = {}  # by variable: the newest module at the first change
+        self._importing: dict[str, str] = {}  # by top-level package: the outermost import that is under way
+        self._outermost: dict[str, str] = {}  # modules imported meanwhile, with that import
 
     def begin(self) -> None:
         """Record the imports from now on, for a spare or in a spare."""
@@ -173,6 +175,36 @@ class ScriptImports:
         """Record the names of `module`, whose import has finished or failed."""
         if self.is_watching and module in sys.modules and module.isprintable():
             self.names[module] = codes_of(module)
+
+    def note_begin(self, module: str) -> None:
+        """Note the import in the same top-level package that has led to the import of `module`."""
+        outermost = self._importing.setdefault(module.partition(".")[0], module)
+        if outermost != module:
+            self._outermost.setdefault(module, outermost)
+
+    def note_end(self, module: str) -> None:
+        """Note that the import of `module` has finished or failed, and the names of the module."""
+        package = module.partition(".")[0]
+        if self._importing.get(package) == module:
+            del self._importing[package]
+        self.note(module)
+
+    def in_order(self) -> list[str]:
+        """Return the modules in an order in which they can be imported one after the other.
+
+        A module of a package may need that another one of the package is being imported, which imports the
+        module (a circular import): so it comes after the other one. Otherwise a module comes after those that
+        it has imported, as in `sys.modules`.
+        """
+        order: dict[str, None] = {}
+        inner: dict[str, list[str]] = {}
+        modules = list(sys.modules)
+        for name in modules:
+            inner.setdefault(self._outermost.get(name, ""), []).append(name)
+        for name in modules:
+            if self._outermost.get(name) not in sys.modules:
+                order.update(dict.fromkeys([name, *inner.get(name, ())]))
+        return [*order, *(name for name in modules if name not in order)]
 
     def note_variables(self) -> None:
         """Note which variables have changed; an import begins."""
@@ -238,17 +270,19 @@ class _Unfinished(ModuleSpec):
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
-        if name == "_initializing" and not value:
-            self.__class__ = ModuleSpec  # type: ignore[assignment]
+        if name == "_initializing":
+            imports = context.part(ScriptImports)
+            if not value:
+                self.__class__ = ModuleSpec  # type: ignore[assignment]
             with contextlib.suppress(Exception):  # an import does not fail for a spare
-                context.part(ScriptImports).note(self.name)
+                (imports.note_begin if value else imports.note_end)(self.name)
 
 
 def modules_of_this_process(rank: int) -> Modules:
-    """Return the modules of the worker of `rank`, in the order in which they were imported; called once."""
+    """Return the modules of the worker of `rank`, in an order for their imports in a spare; called once."""
     path = tuple(folder for folder in list(sys.path) if isinstance(folder, str))
     imports = context.part(ScriptImports)
-    origins = {encodable(name): origin(name) for name in list(sys.modules)}
+    origins = {encodable(name): origin(name) for name in imports.in_order()}
     return Modules(rank, path, origins, imports.end(), imports.changed_variables())
 
 

@@ -543,7 +543,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
         " comm=Path('/proc/self/comm').read_text(),"
         " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getpid(),"
-        " early='fractions' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
+        " early='colorsys' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
     )
 
     (tmp_path / "pool.py").write_text(
@@ -552,7 +552,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
 
     async def act(node: Node) -> None:
         node.script.write_text(
-            "import inspect, sys; EARLY = set(sys.modules); import fractions, pool\n"
+            "import inspect, sys; EARLY = set(sys.modules); import colorsys, pool\n"
             "import tests.unit.trainee as last\n"
             "KNOWN = last.__file__ in inspect.modulesbyfile\n" + node.script.read_text()
         )
@@ -560,7 +560,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         await node.has_run(0)
         look(node)
         (modules,) = await node.told(Modules)
-        assert {"adaptor.worker.runtime", "tests.unit.trainee", "fractions"} <= modules.origins.keys()
+        assert {"adaptor.worker.runtime", "tests.unit.trainee", "colorsys"} <= modules.origins.keys()
         node.replacements.hear(modules)
         spare = await node.waits()
         node.processes[1].kill()
@@ -831,6 +831,25 @@ def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None
     runs(tmp_path, act, spares=1)
 
 
+def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) -> None:
+    """`lib.tool` can be imported by `lib.engine` alone, which can be imported once in a process."""
+    for name, text in {
+        "__init__": "",
+        "tool": "from lib.engine import NAME\nTOOL = NAME",
+        "engine/parts": "NAME = 1",
+        "engine/__init__": "from .parts import NAME\nfrom lib.tool import TOOL\n"
+        "import sys; sys.modules[__name__].parts",
+    }.items():
+        path = tmp_path / "lib" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    a_spare_takes_the_place(
+        tmp_path,
+        more="import sys; early = 'lib.engine' in sys.modules; import lib.engine;"
+        " assert early == ('TTP_NEWCOMER' in os.environ)",
+    )
+
+
 def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
@@ -942,13 +961,13 @@ def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
 def a_spare_imports_a_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, *, without: str, why: str
 ) -> None:
-    """A spare imports `fractions`, and no module from `without` on, for the reason `why`.
+    """A spare imports `colorsys`, and no module from `without` on, for the reason `why`.
 
     The script, which does `more`, imports the others when the spare is a worker.
     """
     imports = (
-        "import sys; EARLY = set(sys.modules); import fractions; {more}; "
-        "assert ('fractions' in EARLY, '{without}' in EARLY) == ('TTP_NEWCOMER' in os.environ, False)"
+        "import sys; EARLY = set(sys.modules); import colorsys; {more}; "
+        "assert ('colorsys' in EARLY, '{without}' in EARLY) == ('TTP_NEWCOMER' in os.environ, False)"
     )
     a_spare_takes_the_place(tmp_path, more=imports.format(more=more, without=without))
     line = f"[ttp] spare processes import no module from {without} on, so a replacement takes longer: {why}"
