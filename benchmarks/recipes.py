@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _bench
 
@@ -72,7 +73,7 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import ms_swift
-    from adaptor.frameworks import megatron_training
+    from adaptor.frameworks import megatron_training, supported_options
 
     is_swift = recipe["framework"] == "ms-swift"
     arguments, entry = recipe["args"], recipe.get("entry")
@@ -89,7 +90,10 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         megatron_training.examine(parsed)
         raise preflight.Stop
 
-    findings = preflight.findings_of(begin)
+    # On its Megatron-core 0.12 last words are in the format torch.
+    formats = {"writes_torch_dist": lambda args: False} if recipe["framework"] == "mindspeed-llm" else {}
+    with mock.patch.multiple(supported_options, **formats) if formats else contextlib.nullcontext():
+        findings = preflight.findings_of(begin)
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
     refusals = [*findings.refusals, *(ms_swift.refused(_parsed(arguments)) if is_swift else ())]

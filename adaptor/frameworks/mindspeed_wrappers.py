@@ -58,8 +58,13 @@ def _require_restorable(args: Any, name: str) -> None:
         args,
         name,
         (
-            getattr(args, "ckpt_format", "torch") != "torch" or getattr(args, "use_dist_ckpt", False),
-            "with another --ckpt-format than torch, in which MindSpeed itself saves no whole state",
+            name == "swap_optimizer"
+            and (getattr(args, "ckpt_format", "torch") != "torch" or getattr(args, "use_dist_ckpt", False)),
+            "with another --ckpt-format than torch, in which MindSpeed's own saves fail",
+        ),
+        (
+            supported_options.writes_torch_dist(args),
+            "in torch_dist from Megatron-core 0.13 on, in which last words would lack a part of it",
         ),
         (
             getattr(args, "reuse_fp32_param", False) and getattr(args, "npu_deterministic", False),

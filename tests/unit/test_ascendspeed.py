@@ -104,8 +104,15 @@ def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatc
 
     megatron_training.require_protected(Namespace(**usual))
     refused("without --use-distributed-optimizer", use_distributed_optimizer=False)
-    refused("with another --ckpt-format than torch", ckpt_format="torch_dist")
-    refused("with another --ckpt-format than torch", use_dist_ckpt=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(supported_options, "writes_torch_dist", lambda args: args.ckpt_format == "torch_dist")
+        if option == "swap_optimizer":
+            refused("with another --ckpt-format than torch", ckpt_format="torch_dist")
+            refused("with another --ckpt-format than torch", use_dist_ckpt=True)
+        else:
+            refused("in torch_dist from Megatron-core 0.13 on", ckpt_format="torch_dist")
+            patched.setattr(supported_options, "writes_torch_dist", lambda args: False)
+            megatron_training.require_protected(Namespace(**{**usual, "ckpt_format": "torch_dist"}))
     if option == "reuse_fp32_param":
         refused("with --npu-deterministic", npu_deterministic=True)
     monkeypatch.setenv("TTP_LOCAL_COPY", "True")
