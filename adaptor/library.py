@@ -87,10 +87,11 @@ class Protection:
         Args:
             loop: makes the steps after the framework's present step. Temporary changes are undone in a
                 `finally`, or by `go_back`.
-            go_back: is called with the last finished step, and the framework's counters after the step
-                (`counters` of `CheckpointContents`). The function sets the framework to the step: counters,
-                data, flags of the loop. The function may draw random numbers: afterwards the random states of
-                the step are restored.
+            go_back: is called with the step after which training goes on, and the framework's counters after
+                the step (`counters` of `CheckpointContents`): the last finished step, or that of copies in
+                host memory, many steps earlier. The function sets the framework to the step: counters, data,
+                flags of the loop. The function may draw random numbers: afterwards the random
+                states of the step are restored.
             why_not: why this job cannot call `loop` again, for a line at the start; a fault then starts all
                 ranks again. Empty: `loop` can be called again.
 
