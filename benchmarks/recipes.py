@@ -37,7 +37,7 @@ from tests.pages import write_section
 SECTION = "What becomes of published recipes"
 # Frameworks whose training loop is patched: they call `megatron.training.pretrain`, or are MindSpeed-LLM, or
 # have an adapter.
-REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai", "flagscale", "ms-swift"})
+REACHED = frozenset({"megatron-lm", "mindspeed-llm", "mindspeed-mm", "pai", "flagscale", "ms-swift"})
 OTHER_LOOP, UNREADABLE = "no loop, or one that nothing here patches", "arguments that nothing parses"
 REFUSED = "refused before the first step"
 TRAINS_NOTHING = frozenset({"swift infer", "megatron export"})
@@ -72,7 +72,7 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if recipe["framework"] not in REACHED or recipe.get("entry") in TRAINS_NOTHING:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
-    from adaptor.adapters import ms_swift
+    from adaptor.adapters import copied_loops, ms_swift
     from adaptor.frameworks import megatron_training, supported_options
 
     is_swift = recipe["framework"] == "ms-swift"
@@ -97,6 +97,9 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
     refusals = [*findings.refusals, *(ms_swift.refused(_parsed(arguments)) if is_swift else ())]
+    if recipe["framework"] == "mindspeed-mm":  # its file --mm-model is not read
+        of_file = argparse.Namespace(model=argparse.Namespace())
+        refusals += copied_loops.refused(argparse.Namespace(**vars(_parsed(arguments)), mm=of_file))
     if is_swift and entry not in ("megatron pt", "megatron sft", "megatron rlhf"):
         refusals.append(f"{entry} is not protected")
     if refusals:
@@ -117,6 +120,9 @@ def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
     from adaptor.frameworks import megatron_online_support
 
     if recipe["framework"] in ("mindspeed-llm", "flagscale"):  # on the Megatron-LM that they name
+        return
+    if recipe["framework"] == "mindspeed-mm":
+        yield "it has not been tested with mindspeed_mm"
         return
     version = recipe["version"]
     if re.fullmatch(r"0\.\d+\.\d+\S*", version):  # else a branch, or a date

@@ -26,7 +26,7 @@ EXCHANGED = frozenset({"gloo", "nccl", "hccl"})
 NVLINK_RANKS = 8
 _WATCHED = frozenset({"nccl", "hccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
-_OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
+_OTHERS = ("mindspeed_mm", "mindspeed_llm", "mindspeed", "modellink")
 # Of these the loop of MindSpeed-LLM was tested.
 _LLM = "mindspeed_llm"
 

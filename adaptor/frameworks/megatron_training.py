@@ -49,9 +49,9 @@ _ENTRIES = ("pretrain", "train")
 _OTHERS = ("mindspeed_llm.training.training", "modellink.training")
 # The calls of the framework in the traceback of a logger's exception (`loggers_are_the_cause`).
 _CALLS_OF_PRETRAIN = tuple(
-    {(module, "pretrain")} for module in ("megatron.training.training", "flagscale.train.train")
+    {(module, "pretrain")} for module in (_LOOP, "flagscale.train.train", "mindspeed_mm.training")
 )
-_PACKAGES = ("megatron.", "flagscale.")
+_PACKAGES = ("megatron.", "flagscale.", "mindspeed_mm.")
 _LOGGERS = "megatron.training.one_logger_utils"
 
 

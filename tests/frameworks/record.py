@@ -66,7 +66,8 @@ def install(out: Path) -> None:
 
         wrapt.wrap_function_wrapper(module, "train_step", step_is_recorded)
 
-    for module in ("megatron.training.training", "ascendspeed.training", "flagscale.train.train"):
+    copies = ("ascendspeed.training", "flagscale.train.train", "mindspeed_mm.training")
+    for module in ("megatron.training.training", *copies):
         wrapt.register_post_import_hook(wrap, module)
 
 

@@ -128,25 +128,30 @@ def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
     outcome.assert_same_training(ended, undisturbed.records)
 
 
-def flagscale_of(megatron: Path, root: Path) -> Path:
-    """Make a tree with a copy of Megatron-LM's loop, and a script which calls the copy, as FlagScale has."""
+def copied_loop(megatron: Path, root: Path, loop: Path, further_text: str = "") -> Path:
+    """Make a tree with a copy of Megatron-LM's loop, and a script which calls the copy.
+
+    Args:
+        loop: the file of the copy, below `root`.
+        further_text: at the end of the copy.
+    """
     root.mkdir()
     for path in megatron.iterdir():
         (root / path.name).symlink_to(path)
-    loop = (megatron / "megatron/training/training.py").read_text()
-    package = root / "flagscale/train"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").write_text("")
-    loop = re.sub(r"^from \. import", "from megatron.training import", loop, flags=re.MULTILINE)
-    loop = re.sub(r"^from \.", "from megatron.training.", loop, flags=re.MULTILINE)
-    (package / "train.py").write_text(loop)
+    text = (megatron / "megatron/training/training.py").read_text()
+    text = re.sub(r"^from \. import", "from megatron.training import", text, flags=re.MULTILINE)
+    text = re.sub(r"^from \.", "from megatron.training.", text, flags=re.MULTILINE)
+    (root / loop).parent.mkdir(parents=True)
+    for folder in loop.parents[:-1]:
+        (root / folder / "__init__.py").write_text("")
+    (root / loop).write_text(text + further_text)
     script = (root / "pretrain_gpt.py").read_text()
     (root / "pretrain_gpt.py").unlink()
     names = "get_args, get_timers, get_tokenizer, "
+    module = ".".join(loop.with_suffix("").parts)
     changed = script.replace(
         f"from megatron.training import {names}pretrain, print_rank_0",
-        f"from megatron.training import {names}print_rank_0\nfrom flagscale.train.train import pretrain",
+        f"from megatron.training import {names}print_rank_0\nfrom {module} import pretrain",
     )
     assert changed != script
     (root / "pretrain_gpt.py").write_text(changed)
@@ -155,7 +160,7 @@ def flagscale_of(megatron: Path, root: Path) -> Path:
 
 def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
     """Its copy of Megatron-LM's loop is called again, and writes the line of a step that was cut off."""
-    tree = flagscale_of(prepare.megatron_lm(), tmp_path / "tree")
+    tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", Path("flagscale/train/train.py"))
     undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree))
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]
@@ -176,3 +181,55 @@ def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
     losses = [re.findall(r"lm loss: (\S+)", job.log) for job in (ended, undisturbed)]
     assert losses[0] == losses[1]
     assert len(losses[1]) == ITERATIONS
+
+
+# The names that MindSpeed-MM's loop has from Megatron-LM's, its configuration of the model, and its patches.
+OF_MINDSPEED_MM = """
+from argparse import Namespace
+
+from megatron.training.training import (
+    build_train_valid_test_data_iterators,
+    evaluate_and_print_results,
+    save_checkpoint_and_time,
+    setup_model_and_optimizer,
+)
+from mindspeed_mm.patchs.patch_manager import PatchesManager
+
+_set_jit_fusion_options = set_jit_fusion_options
+
+
+def set_jit_fusion_options():
+    get_args().mm = Namespace(model=Namespace())
+    PatchesManager.apply_patches_from_config()
+    _set_jit_fusion_options()
+"""
+PATCH_MANAGER = """
+class PatchesManager:
+    @staticmethod
+    def apply_patches_from_config():
+        pass
+"""
+
+
+def test_mindspeed_mm_goes_on_from_last_words(tmp_path: Path) -> None:
+    """All ranks start again, and go on; then the unmodified framework does."""
+    loop, save = Path("mindspeed_mm/training.py"), tmp_path / "save"
+    tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", loop, OF_MINDSPEED_MM)
+    (tree / "mindspeed_mm/patchs").mkdir()
+    (tree / "mindspeed_mm/patchs/__init__.py").write_text("")
+    (tree / "mindspeed_mm/patchs/patch_manager.py").write_text(PATCH_MANAGER)
+    job = partial(Job, layout=DP2, framework=tree)
+    undisturbed = harness.run(job(tmp_path / "undisturbed", launcher="torchrun"))
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    fault = "rank=1,step=4,phase=backward,kind=sigkill"
+    faults = [fault, "rank=0,step=6,phase=backward,kind=sigkill,restart=1"]
+    options = ("--ttp-online", "60")
+    ended = harness.run(job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options))
+    assert ended.code == 137, ended.log[-3000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    assert any("online recovery: no (it has not been tested with mind" in line for line in ended.said)
+    outcome.assert_same_training(ended, undisturbed.records, range(1, 6))
+    outcome.assert_saved(save, 5)
+    alone = harness.run(job(tmp_path / "alone", launcher="torchrun", load=save))
+    assert alone.code == 0, alone.log[-3000:]
+    outcome.assert_same_training(alone, undisturbed.records, range(6, ITERATIONS + 1))

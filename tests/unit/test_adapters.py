@@ -89,6 +89,39 @@ def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
     assert refusal.startswith(words)
 
 
+def refused_by_mm(options: SimpleNamespace) -> list[str]:
+    patches.load("ttp")  # of Megatron-LM first, whose wrappers the adapter has
+    from adaptor.adapters import copied_loops
+
+    return list(copied_loops.refused(options))
+
+
+def mm_options(model: dict[str, Any], **arguments: Any) -> SimpleNamespace:
+    """The options of a job of MindSpeed-MM."""
+    return SimpleNamespace(mm=SimpleNamespace(model=SimpleNamespace(**model)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (mm_options({}, lora_target_modules=["q"]), "lora_target_modules"),
+        (mm_options({"use_dynamic_dpcp": True}), "use_dynamic_dpcp"),
+        (mm_options({"patch": SimpleNamespace(use_fsdp1=True)}), "use_fsdp1"),
+    ],
+)
+def test_mindspeed_mm_refuses(options: SimpleNamespace, name: str) -> None:
+    (refusal,) = refused_by_mm(options)
+    assert refusal.startswith(f"{name} is set")
+
+
+def test_mindspeed_mm_refuses_training_with_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = mm_options({"patch": SimpleNamespace(use_fsdp1=False)}, lora_target_modules=[])
+    assert refused_by_mm(options) == []
+    monkeypatch.setitem(sys.modules, "mindspeed_mm.tasks.rl.dpo.dpo_trainer", ModuleType("dpo_trainer"))
+    (refusal,) = refused_by_mm(options)
+    assert "reference model" in refusal
+
+
 @pytest.mark.parametrize("kind", [None, "dpo", "kto", "rm", "grpo", "gkd"])
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 def test_ms_swift_protects_fine_tuning(kind: str | None, tuner: str) -> None:
