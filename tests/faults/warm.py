@@ -16,9 +16,9 @@ it, in a session of its own, with the environment that it was given.
 A fork is only safe of a process with one thread, so it is not the asking process that forks. What a starter
 forks is handed over by the kernel, as an orphan to the nearest ancestor that takes orphans.
 
-What an interpreter reads from its environment when it starts is done again in the fork: PYTHONPATH, the
-random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds and what else torch reads when
-it is imported are the starter's.
+What an interpreter reads from its environment when it starts is done again in the fork: PYTHONPATH, with a
+`sitecustomize` there, the random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds
+and what else torch reads when it is imported are the starter's.
 """
 
 from __future__ import annotations
@@ -275,6 +275,8 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     # Named semaphores (/dev/shm/sem.*) then tell whose they are.
     multiprocessing.current_process()._config["semprefix"] = f"/mp-{mark}"  # type: ignore[attr-defined]
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
     random.seed()
     tempfile.tempdir = None
     if "MALLOC_PERTURB_" in environment:
@@ -483,6 +485,8 @@ def main() -> Callable[[], None]:
         importlib.import_module(module)
     with contextlib.suppress(ModuleNotFoundError):  # torch 2.4 has none
         importlib.import_module("torch._inductor.compiler_bisector")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "adaptor"]:
+        del sys.modules[module]  # torch has imported them with its launcher (`as_torchrun.py`)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
     _modules_of_frames_are_found_quickly()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.faults import harness, library, outcome
+from tests.faults import library, outcome
 from tests.faults.harness import DP2
 from tests.unit.test_core_alone import installation
 
 
-def test_a_killed_rank_without_optional_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_without_optional_parts(tmp_path: Path) -> None:
     site = installation(tmp_path / "site", "cpu stand-ins")
     with (site / "adaptor/library.py").open("a") as file:
         file.write('print("this installation is used")\n')
-    monkeypatch.setenv(harness.COLD, "1")
     ended = library.train(
         tmp_path / "job",
         *("--save", str(tmp_path / "save")),

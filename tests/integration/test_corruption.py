@@ -125,23 +125,12 @@ def test_a_replay_names_the_step_the_rank_and_the_tensor(tmp_path: Path) -> None
     recorded = harness.run(Job(tmp_path / "job", DP2, save=save, save_interval=4, options=options))
     assert recorded.code == 0, recorded.log[-3000:]
     (transcript,) = (tmp_path / "job").glob("logs/*/transcript.jsonl")
-    ttp = str(Path(sys.executable).with_name("ttp"))
     chosen = ("--from", f"{save}/iter_0000004", "--to", "7", "--compare", str(transcript), "--")
+    ttp = (sys.executable, "-m", "adaptor.launchers.cli.ttp", "replay", *chosen)
 
     def replay(name: str, *faults: str) -> harness.Ended:
-        prefix = (ttp, "replay", *chosen)
-        return harness.run(
-            Job(
-                tmp_path / name,
-                DP2,
-                save=save,
-                load=save,
-                faults=faults,
-                options=VERIFIED,
-                prefix=prefix,
-                cold=True,
-            )
-        )
+        job = Job(tmp_path / name, DP2, save=save, load=save, faults=faults, options=VERIFIED, prefix=ttp)
+        return harness.run(job)
 
     equal = replay("equal")
     assert equal.code == 0, equal.log[-3000:]

@@ -12,7 +12,7 @@ import pytest
 
 from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.protocol import naming
-from tests.faults import harness, outcome
+from tests.faults import harness, outcome, warm
 from tests.faults.harness import DP2, Job, Layout
 from tests.frameworks import prepare
 
@@ -116,15 +116,8 @@ def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
 
 
 def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, **environment},
-        cwd=prepare.megatron_lm(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [sys.executable, "-c", code]
+    return warm.run(command, env={**os.environ, **environment}, cwd=prepare.megatron_lm(), timeout=200)
 
 
 def test_enabled_after_the_framework_was_imported() -> None:
@@ -142,7 +135,6 @@ def test_enabled_but_not_started_by_ttprun() -> None:
     assert "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False" in line
 
 
-@pytest.mark.cold
 def test_off_is_plain_torchrun(tmp_path: Path) -> None:
     """With ENABLE_TTP=False a failure is torch's business, and nothing of the adaptor is in the workers."""
     job = Job(
