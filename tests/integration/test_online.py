@@ -209,10 +209,16 @@ def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_onli
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
     """Where no restart is left; with torch.compile and data loader processes, as in a user's job."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(keeping.root() / "compiled")}  # of both jobs
-    baseline = baselines(keeping.root(), environment=cache, of_a_user=True)(DP2_LOADERS)
+    compiler = {  # of both jobs; it compiles neither headers nor tests of the processor ahead
+        "TORCHINDUCTOR_CACHE_DIR": str(keeping.root() / "compiled"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    baseline = baselines(keeping.root(), environment=compiler, of_a_user=True)(DP2_LOADERS)
     given: dict[str, Any] = {"options": ("--ttp-spares", "1"), "restarts": 0, "of_a_user": True}
-    job = online(tmp_path, DP2_LOADERS, faults, environment={**cache, "TORCH_LOGS": "output_code"}, **given)
+    job = online(
+        tmp_path, DP2_LOADERS, faults, environment={**compiler, "TORCH_LOGS": "output_code"}, **given
+    )
     ended = trains_on(job, baseline)
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
     assert "spare process" not in ended.log

@@ -26,9 +26,9 @@ def install(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    return install(SOURCE, tmp_path / "site")
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(SOURCE, tmp_path_factory.mktemp("plug-in") / "site")
 
 
 def report(installed: Path) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,8 @@ def test_its_patches_are_applied_and_reported(installed: Path) -> None:
     assert "unit lab: lab 1.0 is tested (>=1.0,<2)" in done.stdout
 
 
-def test_one_that_cannot_be_loaded_is_an_error_in_one_line(installed: Path) -> None:
+def test_one_that_cannot_be_loaded_is_an_error_in_one_line(installed: Path, tmp_path: Path) -> None:
+    installed = Path(shutil.copytree(installed, tmp_path / "site"))
     (installed / "lab_adaptor.py").write_text("import engine_that_is_not_here\n")
     done = report(installed)
     assert done.returncode != 0

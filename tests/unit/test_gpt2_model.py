@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.faults import warm
 from tests.frameworks import prepare
 from tests.unit.gpt2_example import FOLDER, module
 
@@ -27,14 +28,12 @@ def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
     options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-W", "ignore"]
     checks = [f"--basetemp={tmp_path / 'checks'}", "tests/unit/gpt2_model_checks.py"]
     path = os.pathsep.join([str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "pytest", *options, *checks],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-8000:]
 

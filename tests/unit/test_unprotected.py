@@ -78,14 +78,16 @@ def warm_launcher(tmp_path: Path) -> Iterator[WarmLauncher]:
 )
 @pytest.mark.parametrize("start", [ENABLES, ""], ids=["enabled by the script", "by ttprun alone"])
 @pytest.mark.parametrize(
-    ("updates", "by"),
-    [("1", "warm_launcher"), ("9", "launcher")],
+    ("ranks", "updates", "by"),
+    [(TWO, "1", "warm_launcher"), (ONE, "9", "launcher")],
     ids=["it ends after its first update", "it goes on"],
 )
 @pytest.mark.integration
-def test_it_is_said_once(start: str, updates: str, by: str, request: pytest.FixtureRequest) -> None:
+def test_it_is_said_once(
+    start: str, ranks: list[str], updates: str, by: str, request: pytest.FixtureRequest
+) -> None:
     launcher: Launcher = request.getfixturevalue(by)
-    ended = launcher.run(*TWO, launcher.script(TRAIN.format(start=start, end="")), updates)
+    ended = launcher.run(*ranks, launcher.script(TRAIN.format(start=start, end="")), updates)
     assert ended.code == 0, ended.log
     (line,) = _lines(ended.log)
     assert line.startswith(LINE)
@@ -255,9 +257,9 @@ def test_disabled_before_torch_is_imported_nothing_is_watched(launcher: Launcher
 
 
 @pytest.mark.robustness("A1", "a script under ttprun that trains nothing", "it hears nothing of protection")
-def test_data_preparation_is_not_bothered(launcher: Launcher) -> None:
+def test_data_preparation_is_not_bothered(warm_launcher: Launcher) -> None:
     prepare = "import torch, adaptor\nprint('prepared', torch.ones(3).sum().item(), flush=True)\n"
-    ended = launcher.run(*ONE, "--ttp-require-protection", "True", launcher.script(prepare))
+    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", warm_launcher.script(prepare))
     assert ended.code == 0, ended.log
     assert "prepared 3.0" in ended.log
     assert "[ttp]" not in ended.log
@@ -368,9 +370,9 @@ STAYS_ON = "[ttp] TTP_HANG is 0, so the watchdog of NCCL or HCCL stays what it w
     "the watchdog of NCCL or HCCL stays on, and one line says so",
 )
 @pytest.mark.parametrize("hang", ["0", "60"])
-def test_where_nothing_watches_the_watchdogs_are_torch_s(launcher: Launcher, hang: str) -> None:
-    script = launcher.script(SHOW.format(start=ENABLES + HCCL))
-    ended = launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
+def test_where_nothing_watches_the_watchdogs_are_torch_s(warm_launcher: Launcher, hang: str) -> None:
+    script = warm_launcher.script(SHOW.format(start=ENABLES + HCCL))
+    ended = warm_launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
     assert ended.code == 0, ended.log
     off = hang != "0"
     assert ("0 0 0" if off else "1 None 2") in ended.log.splitlines()
@@ -378,9 +380,9 @@ def test_where_nothing_watches_the_watchdogs_are_torch_s(launcher: Launcher, han
     assert ended.log.count("call adaptor.enable() in the script") == 0
 
 
-def test_who_enables_too_late_hears_what_to_do(launcher: Launcher) -> None:
-    script = launcher.script(SHOW.format(start=HCCL))
-    ended = launcher.run(*ONE, script)
+def test_who_enables_too_late_hears_what_to_do(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(SHOW.format(start=HCCL))
+    ended = warm_launcher.run(*ONE, script)
     assert ended.code == 0, ended.log
     assert ended.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
     assert STAYS_ON not in ended.log
@@ -392,10 +394,10 @@ dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 """
 
 
-def test_watchdogs_that_run_already_stay_what_they_are(launcher: Launcher) -> None:
+def test_watchdogs_that_run_already_stay_what_they_are(warm_launcher: Launcher) -> None:
     """torch reads the variables when groups are made; what comes later must not say anything else."""
     script = SHOW.format(start=MEETS + ENABLES)
-    ended = launcher.run(*ONE, launcher.script(script), **{NAMES[2]: "2"})
+    ended = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"})
     assert ended.code == 0, ended.log
     assert ended.log.splitlines()[-1] == "1 None 2"
     assert "watchdog" not in ended.log
