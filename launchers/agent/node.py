@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from adaptor import hooks
+from adaptor import hooks, output
 from adaptor.config import Config
 from adaptor.controller.failover import stands_by
 from adaptor.controller.verdict import Recurrence
@@ -27,8 +28,8 @@ from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
-from adaptor.launchers.agent.drill_listener import DrillListener
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
+from adaptor.launchers.agent.worker_processes import DrillListener
 from adaptor.launchers.control import credentials
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.credentials import Invitation
@@ -60,7 +61,7 @@ from adaptor.protocol.environment import (
     SCRATCH,
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Endpoint, NodesWaiting
-from adaptor.protocol.records import name_of
+from adaptor.protocol.records import DrillAnswer, DrillRequest, name_of
 from adaptor.protocol.spare_messages import Gate, MemberHello, SpareHello, TakePlace
 
 # The key of a node's keeper of host copies in the rendezvous store.
@@ -105,7 +106,7 @@ class Node:
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies, parts)
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
-        self._drills = DrillListener(self.control)
+        self._drills = DrillListener(self._drill)
         if config.allow_drill:
             self.control.thread.wait_for(self._drills.listen())
 
@@ -376,6 +377,20 @@ class Node:
                 self.control.thread.wait_for(self.control.say(request), grace_s)
             self.control.lease.mark_leaving()
             self.control.reaped.wait(max(0.0, until - time.monotonic()))
+
+    def _drill(self, request: DrillRequest) -> DrillAnswer:
+        """End a rank on purpose (`ttp drill`), or refuse; on the control thread."""
+        control, rank = self.control, -1 if request.rank is None else request.rank
+        host = control.controller_host
+        if host is None or request.job != control.records.files.job:
+            return DrillAnswer(rank, "this ttprun does not run the controller of the job any more")
+        members = host.controller.membership
+        if request.rank is None and members.alive:
+            rank = random.choice(list(members.alive))
+        refusal = control.why_not_drill(members) or host.drill(rank, control.workers.newest_step())
+        if not refusal:
+            output.tell(f"[ttp] drill: rank {rank} is ended on purpose (ttp drill)")
+        return DrillAnswer(rank, refusal)
 
     def record_next_action(self, action: str) -> None:
         """Add the action after the verdict to the report of the last incident."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from adaptor import output, text
 from adaptor.host_memory import OutOfMemoryKills
 from adaptor.launchers.agent import processes
 from adaptor.launchers.agent.processes import StackCollector, WorkerLifelines
@@ -40,6 +41,7 @@ from adaptor.protocol.messages import (
     Phase,
     ToWorker,
 )
+from adaptor.protocol.records import DrillAnswer, DrillRequest, drill_address
 from adaptor.protocol.wire import deadline, is_same_user
 
 # The time for the answer to a busy probe: a healthy worker answers at once.
@@ -390,3 +392,35 @@ def _end_reading(writer: asyncio.StreamWriter) -> None:
         writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
     except OSError:  # the connection is broken
         writer.transport.abort()
+
+
+class DrillListener:
+    """Answers `ttp drill` on this machine until `close` (TTP_ALLOW_DRILL); used on the control thread.
+
+    The socket is abstract, and named after the process of `ttprun`. Only the user of the job is answered.
+
+    Args:
+        drill: ends a worker on purpose, or refuses to.
+    """
+
+    def __init__(self, drill: Callable[[DrillRequest], DrillAnswer]) -> None:
+        self._drill = drill
+        self._server: asyncio.AbstractServer | None = None
+
+    async def listen(self) -> None:
+        """Answer requests from now on; a line says so if the name is taken."""
+        try:
+            self._server = await asyncio.start_unix_server(self._answer, drill_address(os.getpid()))
+        except OSError as error:
+            output.tell(f"[ttp] TTP_ALLOW_DRILL: this node cannot answer `ttp drill`: {text.say(error)}")
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
+            if is_same_user(writer.get_extra_info("socket")):
+                request = msgspec.json.decode(await reader.readline(), type=DrillRequest)
+                writer.write(msgspec.json.encode(self._drill(request)) + b"\n")
