@@ -16,7 +16,7 @@ from adaptor.online.groups import Groups
 from adaptor.waits import Waits
 
 # The versions of torch with which the online recovery was tested.
-_TESTED = ">=2.9,!=2.10.*,!=2.11.*,!=2.12.*,!=2.14.*,<2.16"
+_TESTED = ">=2.7,!=2.8.*,!=2.10.*,!=2.11.*,!=2.12.*,!=2.14.*,<2.16"
 # torch's numbers of SEND, RECV and RECVANYSOURCE (`OpType`).
 _MESSAGES = (12, 13, 14)
 

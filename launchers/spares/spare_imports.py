@@ -43,6 +43,8 @@ _BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _LIBRARIES = ("numpy", "torch")
 _SET_BEFORE = "and the script sets it before; to avoid this, set it in the environment of ttprun"
 _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
+# Some versions of torch (2.7) make this module at their import, in a new temporary folder of each process.
+_MADE_BY_TORCH = "_remote_module_non_scriptable"
 
 
 def wait_to_be_a_worker(arguments: list[str]) -> None:
@@ -246,7 +248,7 @@ class _ImportsAsAWorker:
                 return f"{module} reads {variable} while it is imported; to avoid this, read it in a function"
             return f"{module} reads {variable} while it is imported, {_SET_BEFORE}"
         for name in modules_to_compare:
-            if name not in sys.modules:  # the import has failed
+            if name not in sys.modules or name == _MADE_BY_TORCH:  # absent: the import has failed
                 continue
             origin = self._order.origins.get(name)
             own_origin = script_imports.origin(name)

@@ -1043,6 +1043,24 @@ def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: 
     a_spare_takes_the_place(tmp_path, more=more)
 
 
+def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spares_fit(tmp_path: Path) -> None:
+    """As torch 2.7 does when it is imported; the folder is gone when its process has ended."""
+    (tmp_path / "makes.py").write_text(
+        "import pathlib, shutil, sys, tempfile\n"
+        "folder = tempfile.mkdtemp(dir=pathlib.Path(__file__).parent)\n"
+        "pathlib.Path(folder, '_remote_module_non_scriptable.py').write_text('def forward(): pass')\n"
+        "sys.path.insert(0, folder)\n"
+        "import _remote_module_non_scriptable\n"
+        "shutil.rmtree(folder)\n"
+    )
+    (tmp_path / "later.py").touch()
+    more = (
+        "import sys; early = 'later' in sys.modules; import makes, later;"
+        " assert early == ('TTP_NEWCOMER' in os.environ)"
+    )
+    a_spare_takes_the_place(tmp_path, more=more)
+
+
 HERE = "def function(): pass\n"
 THERE = "from here import function\n"
 
