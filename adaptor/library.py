@@ -321,10 +321,9 @@ def protect(
         save_folder_claim.require_writable(save)
         library_loop.require_asked()
         save_folder_claim.require_no_later_step(save, step)
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0 and not comes_new:
         save_folder_claim.claim(save)
-        if not comes_new:
-            left_overs.clean(Path(save))
+        left_overs.clean(Path(save))
     rank_folder = library_loop.folder_of_rank()
     runtime_of_rank = runtime.get()
     # A new process does not ask: the ranks that train tell it whether they make copies.

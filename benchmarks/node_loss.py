@@ -1,7 +1,8 @@
 """How long from the loss of a node to the next finished step: `python benchmarks/node_loss.py`.
 
 Two nodes with two processes each and a spare node, in network namespaces of this machine (root, or a user
-who may make them). `ttprun` of node 1 is killed in a phase of a step that is drawn, and its workers with it.
+who may make them). `ttprun` of node 1, or of node 0 (`--node 0`), is killed in a phase of a step that is
+drawn, and its workers with it.
 Three ways in turns: the spare node takes the place online, with processes that have imported what workers
 have, and without; and all start again with the spare node in that place. The time is that of the dying node
 itself; a step is finished when every rank has. All losses and grad norms of each job, and the checkpoint at
@@ -51,24 +52,25 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Loss:
-    """Where node 1 is lost: of which layout, in which phase of which step."""
+    """Where `node` is lost: of which layout, in which phase of which step."""
 
     layout: str
     phase: str
     step: int
+    node: int
 
 
 def measure(folder: Path, way: Way, loss: Loss, baseline: Baseline) -> float:
-    """Run a job that loses node 1; return the seconds from that to the next finished step."""
+    """Run a job that loses a node; return the seconds from that to the next finished step."""
     layout: Layout = LAYOUTS[loss.layout]
-    last = layout.processes - 1
+    rank = layout.processes - 1 if loss.node else 0
     with namespaces.two() as network:
         ended = harness.run(
             Job(
                 folder / "job",
                 layout,
                 save=folder / "save",
-                faults=[f"rank={last},step={loss.step},phase={loss.phase},kind={way.kind}"],
+                faults=[f"rank={rank},step={loss.step},phase={loss.phase},kind={way.kind}"],
                 nodes=2,
                 spares=1,
                 network=network,
@@ -111,17 +113,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of phases and steps")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["dp4"], help="in turn")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--node", type=int, choices=(0, 1), default=1, help="that is lost")
     given = parser.parse_args()
     if not namespaces.permitted():
         raise JobError("this user may make no network namespace")
-    benchmark = Benchmark("node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts)})
+    benchmark = Benchmark(
+        "node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts), "node": given.node}
+    )
     source = random.Random(given.seed)
     folder = new_folder("node_loss")
     baseline_of = scenario.baselines(keeping.KEPT)
     found: dict[str, list[float]] = {name: [] for name in given.ways}
     for number in range(given.rounds):
         name = given.layouts[number % len(given.layouts)]
-        loss = Loss(name, source.choice(PHASES), source.choice(STEPS))
+        loss = Loss(name, source.choice(PHASES), source.choice(STEPS), given.node)
         baseline = baseline_of(LAYOUTS[name])
         for way in given.ways:
             print(f"round {number + 1} of {given.rounds}, {loss}: {way}", flush=True)

@@ -268,13 +268,14 @@ def _look(save_folder: Path) -> _Seen | None:
 class Lease:
     """The lease of a save folder for the process `owner`; a thread touches the lease until `release`.
 
-    `generation`: of the workers, if a worker takes the lease.
+    `generation`: of the workers, if a worker takes the lease. `store`: as in `LeaseContent`.
     """
 
-    def __init__(self, save_folder: Path, owner: Owner, generation: str = "") -> None:
+    def __init__(self, save_folder: Path, owner: Owner, generation: str = "", store: str = "") -> None:
         self._save_folder = save_folder
         self._owner = owner
         self._generation = generation
+        self._store = store
         self._released = threading.Event()
         # Daemon: on a disk that hangs the thread does not delay the end.
         self._thread = threading.Thread(target=self._keep, name="ttp-lease", daemon=True)
@@ -305,7 +306,7 @@ class Lease:
             if path.is_dir() and not path.is_symlink():  # a file cannot replace a folder
                 disk.remove(path)
             written = seen_now.content if seen_now is not None and is_own else None
-            store = written.store if written is not None else ""
+            store = self._store or (written.store if written is not None else "")
             _write(self._save_folder, LeaseContent.of_owner(self._owner, self._generation, store=store))
 
     def _wait_for_leaving_job(self, patience_s: float) -> _Seen | None:

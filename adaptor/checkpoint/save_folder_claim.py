@@ -26,6 +26,8 @@ from adaptor.protocol.environment import GENERATION, Generation, WorkerPlace
 # Variables for workers: the owner of the lease, and the file for the name of the leased folder.
 OWNER = "TTP_OWNER"
 NOTE = "TTP_OWNER_NOTE"
+# HOST:PORT of the rendezvous store, if the job has lost the store of its flags.
+STORE = "TTP_OWNER_STORE"
 # The seconds for which the job waits for a leaving job.
 PATIENCE = "TTP_OWNER_PATIENCE"
 
@@ -46,7 +48,7 @@ def claim(save_folder: str | Path) -> None:
     try:
         owner_text = os.environ.get(OWNER)
         owner = Owner.of(os.getppid()) if owner_text is None else msgspec.json.decode(owner_text, type=Owner)
-        lease = Lease(folder, owner, os.environ.get(GENERATION, ""))
+        lease = Lease(folder, owner, os.environ.get(GENERATION, ""), os.environ.get(STORE, ""))
         lease.take(patience_s=float(os.environ.get(PATIENCE, "0")))
         if NOTE in os.environ:
             Path(os.environ[NOTE]).write_text(str(folder))

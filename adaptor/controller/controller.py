@@ -77,6 +77,7 @@ class Controller:
             again.
         term: 0 for the first controller, larger for each successor. No two controllers of a generation have
             the same term.
+        home: the node of the controller; None: the node with the number of the term.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class Controller:
         term: int = 0,
         recurrence: Recurrence | None = None,
         online_s: float = 0.0,
+        home: int | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._store = store
         # So messages of an incident of an earlier term are recognised by the number.
         self._number = number + term * (_ONLINE_INCIDENTS if online_s else 1)
         self.term = term
+        self.home = term if home is None else home
         self._recurrence = recurrence or Recurrence()
         self._awaited_nodes = AwaitedNodes()
         self.membership = Membership(world_size)
@@ -103,6 +106,8 @@ class Controller:
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
         self._rendezvous_store: Endpoint | None = None
+        # The store of a spare node that has taken the place of node 0 in this generation; None: none has.
+        self.store_of_node_0: Endpoint | None = None
 
     def succeed(
         self,
@@ -139,6 +144,7 @@ class Controller:
         match message:
             case AgentHello(node=node):
                 takes_place = node in self.membership.expected and self.verdict is None
+                self.store_of_node_0 = message.store or self.store_of_node_0
                 if takes_place:
                     self.membership.regain(message)
                 elif node in self.membership.lost:
@@ -199,12 +205,12 @@ class Controller:
                     self._failures.ended_scripts.add(rank)
                 orders = self._on_deaths({rank: status}, time_now)
                 return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
-            case ReplayComplete(node=node, verdict=verdict):
-                return self._on_replay_complete(node, verdict, time_now)
+            case ReplayComplete():
+                return self._on_replay_complete(message, time_now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, time_now)
             case PlacesFilled(node=node, owners=owners):
-                if node != self.term:  # spare nodes wait at the node of this controller alone
+                if node != self.home:  # spare nodes wait at the node of this controller alone
                     return []
                 self.membership.expect(owners)
                 return self._on_incident_message(message, time_now)
@@ -347,11 +353,15 @@ class Controller:
         orders += self._route(self.incident.on_replay_complete())
         return orders
 
-    def _on_replay_complete(self, node: int, verdict: Verdict | None, time_now: float) -> Orders:
-        if not self._awaited_nodes.has_told(node, time_now):
+    def _on_replay_complete(self, end: ReplayComplete, time_now: float) -> Orders:
+        verdict = end.verdict
+        if not self._awaited_nodes.has_told(end.node, time_now):
             return []
+        if end.is_engaged:
+            self._failures.was_interrupted = True
         if verdict is not None and self.verdict is None:
-            self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=(0,))
+            lost = tuple(sorted(self.membership.lost)) or (0,)
+            self.verdict = msgspec.structs.replace(verdict, leaves=lost, lost=lost)
             return self._broadcast_verdict(verdict.incident)
         return self._route(self.incident.on_replay_complete()) if self.incident is not None else []
 
@@ -367,6 +377,7 @@ class Controller:
             store=self._store,
             awaited=self._awaited_nodes.awaited,
             term=self.term,
+            home=self.home,
             recoveries=self._recoveries,
         )
         self._number += 1
@@ -399,6 +410,7 @@ class Controller:
     def _proceed(self, incident: Incident) -> Orders:
         """End the incident, because all ranks have joined; the next fault opens another incident."""
         recovered = recovered_of(incident, self._failures, self.membership)
+        recovered = msgspec.structs.replace(recovered, store=self.store_of_node_0)
         self._recoveries.note(
             recovered.fault.key,
             recovered.step,

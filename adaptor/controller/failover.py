@@ -1,8 +1,9 @@
 """Decides which node runs the controller after the controller of node 0 is lost; no clock, no socket.
 
-The first controller is on node 0; the controllers of later terms are on the standby nodes, 1 to `STANDBYS`.
-An agent repeats to a new controller all reports about its own ranks. No agent can repeat the layouts of lost
-ranks: `StandbyReplicator`, at the first controller, passes the layouts on to the standby nodes beforehand.
+The first controller is on node 0. The controllers of later terms are on the standby nodes, 1 to `STANDBYS`;
+after an online recovery they may be on any node up to `STANDBYS` (`node_of`). An agent repeats to a new
+controller all reports about its own ranks. No agent can repeat the layouts of lost ranks:
+`StandbyReplicator`, at each controller, passes the layouts on to the standby nodes beforehand.
 
 `Succession`, at each agent, has the addresses of the controllers. When an agent has lost its controller,
 `ControllerClient` (`launchers/control/controller_client.py`) connects to the next controller and repeats all
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from adaptor.protocol.messages import (
+    Addressed,
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
@@ -30,12 +32,18 @@ from adaptor.protocol.messages import (
     Died,
     Dying,
     Endpoint,
+    Freeze,
     FromAgent,
     Hello,
     Layout,
+    Prepare,
+    PresenceProbe,
+    Proceed,
+    Publish,
     Raised,
     Recovered,
     Refused,
+    Replace,
     ReplayComplete,
     StandbyState,
     TerminationRequested,
@@ -51,8 +59,13 @@ STANDBYS = 3
 
 
 def stands_by(node: int) -> bool:
-    """Return True if `node` stands by for a controller on node 0."""
-    return 0 < node <= STANDBYS
+    """Return True if `node`, which has not the controller, stands by for it."""
+    return node <= STANDBYS
+
+
+def node_of(term: int, nodes: int) -> int:
+    """Return the node, of `nodes`, with the controller of `term`."""
+    return term % min(nodes, STANDBYS + 1)
 
 
 def may_go_on(nodes: int, lost: Collection[int]) -> bool:
@@ -70,9 +83,10 @@ def empty_places_after(lost: Iterable[int], successor: int) -> tuple[int, ...]:
 
 
 class StandbyReplicator:
-    """Passes the state on to standby nodes; used by the controller on node 0."""
+    """Passes the state on to standby nodes; used by the controller on node `home`."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: int = 0) -> None:
+        self._home = home
         self._here: dict[int, None] = {}
         self._hellos: dict[int, AgentHello] = {}
         self._layouts: dict[int, Layout] = {}
@@ -87,7 +101,7 @@ class StandbyReplicator:
                 self._hellos[node] = message
                 standby_nodes = self._here if stands_by(node) else self._standing
                 orders += [(standby_node, message) for standby_node in standby_nodes]
-                if node:
+                if node != self._home:
                     self._here[node] = None
                 return orders
             case Layout(rank=rank):
@@ -99,16 +113,19 @@ class StandbyReplicator:
 
     @property
     def _standing(self) -> list[int]:
-        return [node for node in range(1, STANDBYS + 1) if node in self._here]
+        return [node for node in range(STANDBYS + 1) if node in self._here]
 
     def _known_to(self, newcomer: int) -> list[StandbyState]:
         if stands_by(newcomer):
             # Not of the agent that had this place before.
             other_hellos = [hello for node, hello in self._hellos.items() if node != newcomer]
             return [*other_hellos, *self._layouts.values()]
-        return [self._hellos[node] for node in range(1, STANDBYS + 1) if node in self._hellos]
+        standbys = set(range(STANDBYS + 1)) - {self._home}
+        return [self._hellos[node] for node in sorted(standbys & self._hellos.keys())]
 
 
+# Orders to workers that change nothing but the door.
+_HARMLESS = (Freeze, PresenceProbe, Proceed)
 # The messages that are repeated to a new controller: all but answers to the lost controller and frequent
 # reports.
 LASTING = (
@@ -129,18 +146,34 @@ LASTING = (
 class Succession:
     """The controllers, one after the other, as the agent of `node` of `nodes` knows them.
 
+    Args:
+        term: of the first controller that the agent meets.
+
     Attributes:
         said: all messages that a controller must know
     """
 
-    def __init__(self, node: int, nodes: int) -> None:
+    def __init__(self, node: int, nodes: int, term: int = 0) -> None:
         self._node = node
-        self._terms = range(1, min(nodes, STANDBYS + 1))
+        self._nodes = nodes
         self.said: list[FromAgent] = []
         self._standby_state: dict[tuple[type, int], StandbyState] = {}
         self._endpoints: dict[int, Endpoint] = {}
-        self.term = 0
+        self.term = term
+        # The term of the newest controller after whose recovery no node was lost.
+        self._base = term
+        self._is_engaged = False
         self.verdict: Verdict | None = None
+
+    @property
+    def _terms(self) -> range:
+        """Return the later terms; their nodes have agents as far as known."""
+        return range(self._base + 1, self._base + min(self._nodes, STANDBYS + 1))
+
+    @property
+    def lost_homes(self) -> list[int]:
+        """Return the nodes of the controllers that were lost since all nodes had agents."""
+        return [node_of(term, self._nodes) for term in range(self._base, self.term)]
 
     @property
     def standby_state(self) -> list[StandbyState]:
@@ -155,7 +188,7 @@ class Succession:
     @property
     def all_again(self) -> list[FromAgent]:
         """Return the messages for a new controller."""
-        return [*self.said, ReplayComplete(self._node, self.verdict)]
+        return [*self.said, ReplayComplete(self._node, self.verdict, self._is_engaged)]
 
     def accept(self, order: ControllerToAgent) -> bool:
         """Return True if the agent has to obey `order`; False if it is for this class, or outdated."""
@@ -176,13 +209,20 @@ class Succession:
                 self.verdict = order
             case Recovered():
                 self.said = _without_what_is_over(self.said, order)
+                self._base, self._is_engaged = self.term, False
+            case Replace() | Prepare() | Publish():
+                self._is_engaged = True
+            case Addressed(message=message) if not isinstance(message, _HARMLESS):
+                self._is_engaged = True
         return True
 
     @property
     def knows_standby_endpoints(self) -> bool:
         """Return True if the addresses of all standbys, or of all earlier ones, are known."""
-        endpoints = all(term in self._endpoints for term in self._terms if term != self._node)
-        return endpoints and (self._node not in self._terms or (AgentHello, 0) in self._standby_state)
+        standbys = {node_of(term, self._nodes) for term in self._terms}
+        home = node_of(self._base, self._nodes)
+        endpoints = standbys - {self._node} <= self._endpoints.keys()
+        return endpoints and (self._node not in standbys or (AgentHello, home) in self._standby_state)
 
     def go_on(self) -> bool:
         """Go to the next term; return False where none is left, or an address is not known yet."""
@@ -192,14 +232,19 @@ class Succession:
         return True
 
     @property
+    def home(self) -> int:
+        """Return the node of the controller of this term."""
+        return node_of(self.term, self._nodes)
+
+    @property
     def is_mine(self) -> bool:
         """Return True if the controller of this term runs in this agent."""
-        return self.term == self._node
+        return self.home == self._node
 
     @property
     def endpoint(self) -> Endpoint | None:
         """Return the address of the controller of this term."""
-        return self._endpoints.get(self.term)
+        return self._endpoints.get(self.home)
 
 
 def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[FromAgent]:

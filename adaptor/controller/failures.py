@@ -53,6 +53,7 @@ class Failures:
         asked: the cause, if the job was told to end, or to take nodes in, while nothing had failed
         told_to_end: the process that was told to end last, and the signal; also after a failure
         leaving: nodes whose agents were told to end
+        was_interrupted: the controller was lost after it had ordered more than closed doors
         hang_s: seconds without any movement in a hang; else 0
         standing: the positions of the main threads in a hang
         drilled: the rank that a user has ended to drill the recovery (`ttp drill`); -1: none
@@ -71,6 +72,7 @@ class Failures:
     asked: FirstCause | None = None
     told_to_end: str = ""
     leaving: set[int] = field(default_factory=set)
+    was_interrupted: bool = False
     hang_s: float = 0.0
     standing: dict[int, Standing] = field(default_factory=dict)
     drilled: int = -1

@@ -157,8 +157,8 @@ class Feasibility:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
         if failures.corruption is not None and failures.corruption.stops:
             raise CannotRegroupError("")
-        if self.state.term:
-            raise CannotRegroupError("the controller was lost")
+        if failures.was_interrupted:
+            raise CannotRegroupError("the controller was lost in an incident")
         if reason := self.places.why_not(membership.lost):
             raise CannotRegroupError(reason)
         if failures.ended_scripts:

@@ -251,7 +251,7 @@ class PriorCheckpointSearch:
         """Return the order to the agent of this controller to look for a checkpoint that loses no step."""
         state, step = self._state, max(self._freeze_state.newest_told, self._writing.origin + 1)
         return state.ask(
-            Find(state.number, self._state.membership.save_folder, step, state.target.number), state.term
+            Find(state.number, self._state.membership.save_folder, step, state.target.number), state.home
         )
 
     def found(self, step: int) -> IncidentOutcome:

@@ -71,6 +71,7 @@ class Incident:
         store: tuple[str, int, bytes],
         awaited: Collection[int] = (),
         term: int = 0,
+        home: int = 0,
         recoveries: Recoveries | None = None,
     ) -> None:
         self._failures = failures
@@ -78,6 +79,7 @@ class Incident:
         self.state = IncidentState(
             number=number,
             term=term,
+            home=home,
             store=store,
             membership=membership,
             opened_at=opened_at,

@@ -80,6 +80,8 @@ class IncidentState:
     """The state of incident `number`, shared by all its parts.
 
     Attributes:
+        term: of the controller
+        home: the node of the controller
         timeout_s: the time limit without progress (TTP_OT)
         writing: the groups on disk, and the rest
         nodes: of live ranks, without given-up ranks
@@ -90,6 +92,7 @@ class IncidentState:
 
     number: int
     term: int
+    home: int
     store: tuple[str, int, bytes]
     membership: Membership
     opened_at: float

@@ -150,7 +150,7 @@ class Regrouping:
         unplaced = self._feasibility.places.ask(self.newcomers.unplaced)
         state, attempt, node_of = self._state, self._writing.attempt, self._state.membership.node_of
         # The agent of this controller gives the places of lost nodes to spare nodes, if any wait.
-        fill: Orders = [(state.term, FillPlaces(state.number, unplaced))] if unplaced else []
+        fill: Orders = [(state.home, FillPlaces(state.number, unplaced))] if unplaced else []
         return fill + [(node_of[rank], Replace(state.number, attempt, rank, cold)) for rank in started]
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:

@@ -91,7 +91,7 @@ def parse_arguments(
     is_newcomer = rejoin.is_newcomer()
     if not is_newcomer:
         save_folder_claim.require_writable(parsed.save)
-    if parsed.rank == 0:
+    if parsed.rank == 0 and not is_newcomer:  # the job has the lease already
         save_folder_claim.claim(parsed.save)
     if not is_newcomer:
         if parsed.rank == 0:

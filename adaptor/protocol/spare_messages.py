@@ -96,7 +96,7 @@ class SpareHello(Message, frozen=True):
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """The gate of a node."""
+    """The gate of a node, or its controller: the node's address, and the invitation."""
 
     address: str
     invitation: str
@@ -149,6 +149,8 @@ class TakePlace(Message, frozen=True):
         owner: a random name, by which the place is the spare's from now on
         incident: the incident in which its workers join the training; 0: all workers are started again
         store: the rendezvous store, if the job has lost the store of its first node 0
+        controller: the controller of the training workers, and its address; None: all workers are started
+        term: of that controller
     """
 
     node: int
@@ -157,6 +159,8 @@ class TakePlace(Message, frozen=True):
     owner: str
     incident: int = 0
     store: Endpoint | None = None
+    controller: Gate | None = None
+    term: int = 0
 
 
 class NextGates(Message, frozen=True):

@@ -11,11 +11,12 @@ import enum
 import queue
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from adaptor import hooks, text
 from adaptor.config import Config
+from adaptor.controller.failover import may_go_on
 from adaptor.controller.membership import Membership
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
@@ -30,7 +31,7 @@ from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
-from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts, fill_online
+from adaptor.launchers.spares.spare_gate import MOVES_S, SpareGate, StartCounts, fill_online
 from adaptor.launchers.spares.spare_pool import Spares
 from adaptor.protocol import environment
 from adaptor.protocol.messages import (
@@ -40,6 +41,7 @@ from adaptor.protocol.messages import (
     ControllerToAgent,
     Copied,
     Dismissed,
+    Endpoint,
     EndRank,
     Exit,
     FillPlaces,
@@ -57,6 +59,7 @@ from adaptor.protocol.messages import (
     TerminationRequested,
     Verdict,
 )
+from adaptor.protocol.spare_messages import Gate
 
 # Descriptors reserved for an incident: folders and files of a checkpoint, the log, the report.
 DESCRIPTORS = 16
@@ -268,7 +271,7 @@ class AgentControl:
                     self._folder_tasks.expect_parts()
                 if save:
                     self._folder_tasks.saves.add(save)
-                    if self.node == 0:
+                    if self.node == 0 and not self._joins:
                         self.lease.keep(Path(save))
                     hooks.each(self.hooks, lambda hook: hook.saves_to(Path(save)))
             case Copied():
@@ -369,6 +372,8 @@ class AgentControl:
                         self.judge(failure)
             case Verdict():
                 self.verdict = order
+                if self.node:
+                    self.lease.mark_leaving()  # rank 0, which takes the lease next, has another agent
                 self.thread.spawn(self._reap_workers())
 
     async def _carry_out(self, order: Prepare | Publish | Find) -> None:
@@ -381,25 +386,46 @@ class AgentControl:
 
     async def _fill_places(self, order: FillPlaces) -> None:
         """Give the places of lost nodes to spare nodes, whose agents then connect to the controller."""
-        assert self.controller_host is not None
-        members = self.controller_host.controller.membership
-        refusal = ""
-        if self.gate is not None and self.gate.waiting:
-            refusal = await self._folder_tasks.in_thread(
-                self.lease.go_on_without,
-                members.save_folder,
-                self.generation,
-                members.agents_of(members.agents),
-                members.agents_of(order.nodes),
-                is_first=True,
-            )
+        host, client = self.controller_host, self.client
+        assert host is not None
+        assert client is not None
+        members, refusal = host.controller.membership, ""
+        if self.gate is not None and host.term:  # spare nodes notice the loss of the controller by themselves
+            await self.gate.await_spares(len(order.nodes), MOVES_S)
+        if 0 in members.lost and set(order.nodes) != {0}:
+            refusal = "node 0, which has the rendezvous store, is lost, too"
+        elif 0 in order.nodes and not may_go_on(host.nodes, members.lost):
+            refusal = "less than half of the nodes are left"
+        elif self.gate is not None and self.gate.waiting:
+            refusal = await self._note_lost(order.nodes)
         if refusal:
-            filled = PlacesFilled(0, order.incident, order.nodes, {}, refusal)
+            filled = PlacesFilled(self.node, order.incident, order.nodes, {}, refusal)
         else:
-            filled = await fill_online(self.gate, members, order, self._counts, self._wants_replacements)
+            assert client.invitation is not None
+            controller = Gate(client.address, client.invitation.encode().decode())
+            is_wanted = self._wants_replacements
+            filled = await fill_online(self.gate, host.controller, order, self._counts, controller, is_wanted)
         if filled.owners:
             self.given.put(filled.owners)
         self._forward(filled)
+
+    async def _note_lost(self, lost: Collection[int], store: str = "") -> str:
+        """Note in the lease that the job goes on without the nodes `lost`; return why not, or "".
+
+        Args:
+            store: the address of a new rendezvous store; "": the store stays.
+        """
+        assert self.controller_host is not None
+        members = self.controller_host.controller.membership
+        return await self._folder_tasks.in_thread(
+            self.lease.go_on_without,
+            members.save_folder,
+            self.generation,
+            members.agents_of(members.agents),
+            members.agents_of(lost),
+            is_first=self.node == 0 and not self._joins,
+            store=store,
+        )
 
     def _wants_replacements(self) -> bool:
         return self._forwarding is Forwarding.SENT and self.verdict is None
@@ -407,11 +433,25 @@ class AgentControl:
     def _end_incident(self, order: Recovered) -> None:
         """Close an incident after which all ranks go on: inform the main thread, and reset."""
         self.recovered.put((order, self.report_path))
+        if order.store is not None:
+            self._come_to_store(order.store)
         self.news.end_incident()
         self.workers.end_incident()
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._replacements.end_incident()
+
+    def _come_to_store(self, store: Endpoint) -> None:
+        """Note the rendezvous store of a spare node in the place of node 0, for nodes that come later."""
+
+        async def note_in_lease() -> None:
+            await self._note_lost((), self.lease.store)
+
+        self.lease.store = f"{store.address}:{store.port}"
+        if self.gate is not None:
+            self.gate.store = store
+        if self.controller_host is not None:
+            self.thread.spawn(note_in_lease())
 
     async def _reap_workers(self) -> None:
         """Have the workers of this node end after a verdict."""

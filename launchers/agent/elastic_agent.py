@@ -18,11 +18,13 @@ from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from adaptor import text
 from adaptor.checkpoint import page_cache
 from adaptor.config import Config
 from adaptor.controller.verdict import EXIT_NO_PROGRESS
+from adaptor.errors import StartError
 from adaptor.hooks import AgentHooks
-from adaptor.launchers.agent import elastic_outputs
+from adaptor.launchers.agent import elastic_outputs, move
 from adaptor.launchers.agent.elastic_outputs import ElasticEvents
 from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
@@ -30,13 +32,13 @@ from adaptor.launchers.control import credentials
 from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
-from adaptor.launchers.rendezvous.waiting import EndRequests, ask
+from adaptor.launchers.rendezvous.waiting import UNMET, EndRequests, ask, wait_for
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.launchers.spares.spare_pool import workers_from_spares
 from adaptor.protocol import naming
-from adaptor.protocol.messages import NODES_JOIN, Verdict
+from adaptor.protocol.messages import NODES_JOIN, Endpoint, Verdict
 from adaptor.protocol.spare_messages import TakePlace
 
 # The key in the store of a generation: how many restarts the job has made.
@@ -86,7 +88,10 @@ class SurvivorsAgent(LocalElasticAgent):
         self._generations = place.generations if place else 0
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
-        self._knows_gate = False
+        # After an online recovery of the loss of node 0.
+        self._store_endpoint = place.store if place is not None and place.incident else None
+        self._gate_home: int | None = None  # the node with the first gate
+        self._own_store: Endpoint | None = None  # of a spare node in the place of node 0
         self._interrupted = False
         self._end_requests = EndRequests()
         self._ends = False  # by a verdict
@@ -137,7 +142,25 @@ class SurvivorsAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: Any) -> None:
         if not self._record.has_started:
             self._agreement.require_as_job()
+        place = self._joined_place
+        if place is not None and place.node == 0:
+            self._open_own_store(worker_group)
         self._handler.meet(lambda: super(SurvivorsAgent, self)._rendezvous(worker_group))
+
+    def _open_own_store(self, worker_group: Any) -> None:
+        """Open the rendezvous store of this spare node, which joins training in the place of node 0.
+
+        All other nodes come to the store when the recovery is over. Until then their entries are made here:
+        nodes of a job with spare nodes have equal numbers of workers.
+        """
+        assert self._record.taken is not None
+        endpoint = self._handler.open_store(self._record.taken.address)
+        if endpoint is None:
+            raise StartError("this spare node cannot open a rendezvous store, in the place of node 0")
+        store = self._handler.store_at(endpoint)
+        move.come_to(self._handler, worker_group.spec, endpoint, 0)
+        move.enter_nodes(store, worker_group.spec, range(1, self._handler.world_size))
+        self._own_store = endpoint
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
@@ -168,6 +191,7 @@ class SurvivorsAgent(LocalElasticAgent):
             has_met_before=self._handler.has_met_before,
             counts=StartCounts(self._account.begun, self._generations),
             place=place,
+            own_store=self._own_store if place is not None else None,
         )
         if self._later_nodes is not None:
             self._later_nodes.begin()
@@ -238,6 +262,9 @@ class SurvivorsAgent(LocalElasticAgent):
             self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
         if not joins:
             self._places.require_own()
+        elif self._own_store is not None:
+            assert self._record.place is not None
+            self._places.give({0: self._record.place.owner})
 
     def _keep_place_until_invited(self, node: int, store: Any) -> None:
         """Check the place again after the invitation of node 0.
@@ -256,10 +283,12 @@ class SurvivorsAgent(LocalElasticAgent):
             self._places.require_own()
 
     def _come_to_gate(self, worker_group: Any) -> None:
-        """Open or reach the gate for spare nodes, once for each node 0."""
-        if self._places is None or self._knows_gate:
+        """Open or reach the gate for spare nodes, once for each node with the controller."""
+        assert self._control.client is not None
+        home = self._control.client.succession.home
+        if self._places is None or home == self._gate_home:
             return
-        self._knows_gate = True
+        self._gate_home = home
         assert self._record.common is not None
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         taken = None if self._record.has_started else self._record.taken
@@ -295,17 +324,56 @@ class SurvivorsAgent(LocalElasticAgent):
             self._account.training_began(*training_began)
 
     def _write_down_given_places(self) -> None:
-        """Write the new owners of places into the store, for agents that were taken for lost."""
+        """Write the new owners of places into the store, for agents that were taken for lost.
+
+        The store of node 0 is lost with the node. A spare node in its place writes its own name into the new
+        store; other names wait until this node comes to that store.
+        """
+        host = self._control.controller_host
+        if host is not None and host.controller.store_of_node_0 not in (None, self._store_endpoint):
+            return
         while not self._control.given.empty():
             given_places = self._control.given.get()
             assert self._places is not None
-            self._places.give(given_places)
+            if 0 not in given_places:
+                self._places.give(given_places)
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():
             recovered, report = self._control.recovered.get()
             self._account.recovered(recovered, report)
             self._events.go_on(recovered, self._worker_group.group_rank or 0)
+            if recovered.store is not None:
+                self._follow(recovered.store)
+
+    def _follow(self, endpoint: Endpoint) -> None:
+        """Come to the rendezvous store of a spare node that has the place of node 0, while workers train.
+
+        Come to the gate of the controller, too. If the node is lost at once, the next incident gives a store.
+        """
+        group: Any = self._worker_group
+        try:
+            if group.group_rank and endpoint != self._store_endpoint:
+                self._come_to_store(endpoint)
+            self._store_endpoint = endpoint
+            self._come_to_gate(group)
+        except (*UNMET, RuntimeError) as error:
+            say(f"the rendezvous store at {endpoint.address}:{endpoint.port} is lost ({text.say(error)})")
+
+    def _come_to_store(self, endpoint: Endpoint) -> None:
+        group: Any = self._worker_group
+        store = wait_for(
+            lambda: self._handler.store_at(endpoint), lambda: "the node that has the place of node 0"
+        )
+        move.come_to(self._handler, group.spec, endpoint, group.group_rank)
+        group.master_addr, group.master_port = endpoint.address, endpoint.port
+        assert self._pcontext is not None
+        for environment in self._pcontext.envs.values():  # of later replacements
+            environment.update(MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
+        group.store = store
+        self._store: Any = store  # of the barrier at the end
+        self._places, self._gate_home = Places(store, group.group_rank, None), None
+        self._node.move(PrefixStore(f"ttp/{self._generations}", store))
 
     # after a verdict
 
@@ -377,10 +445,10 @@ class SurvivorsAgent(LocalElasticAgent):
         return may_be_enough
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
-        """Return True if spare nodes take the places of all lost nodes; node 0 decides for all nodes."""
+        """Return True if spare nodes take the places of all lost nodes; the controller's node decides."""
         if self._places is None or self._remaining_restarts <= 0 or verdict.leaves:
             return False
-        if worker_group.group_rank == 0:
+        if self._control.controller_host is not None:
             counts = StartCounts(self._account.begun + 1, self._generations)
             self._places.settle(self._generations, self._node.fill(verdict.lost, counts))
         return self._places.are_filled(self._generations)
@@ -393,7 +461,7 @@ class SurvivorsAgent(LocalElasticAgent):
             self._record.stopped = f"; not started again: {reason}"
             return False
         if self._places is not None:
-            self._places, self._knows_gate = places, False
+            self._places, self._gate_home = places, None
         return True
 
     def _may_have_copies(self, verdict: Verdict) -> bool:

@@ -14,6 +14,7 @@ Invariant: of the agents of one generation only agents with the same verdict mee
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed import Store
@@ -27,6 +28,19 @@ from adaptor.launchers.rendezvous.waiting import UNMET, wait_for
 from adaptor.launchers.spares.places import DECIDED_S, Places
 from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
+
+
+def come_to(handler: Rendezvous, spec: Any, endpoint: Endpoint, number: int) -> None:
+    """Let this node be node `number` at the store at `endpoint`, with fixed numbers, as its workers learn."""
+    handler.move(endpoint, number)
+    spec.master_addr, spec.master_port = endpoint.address, endpoint.port
+
+
+def enter_nodes(store: Store, spec: Any, numbers: Iterable[int]) -> None:
+    """Make torch's entries of nodes in a new store: torch waits for them, and a node may be lost again."""
+    for number in numbers:
+        role = _RoleInstanceInfo(spec.role, number, spec.local_world_size)
+        store.set(f"torchelastic/role_info/{number}", role.serialize().decode())
 
 
 class Move:
@@ -124,12 +138,9 @@ class Move:
             return refusal, {}
         owners: dict[int, str] = {}
         if empty:
-            owners = self._node.fill(empty, self._counts)
+            owners = self._node.fill(empty, self._counts, self._verdict.store)
             if not owners:
                 return "no spare node takes the place of node 0", {}
-            for number in empty:  # torch waits for them, and a spare node may be lost again
-                size = self._group.spec.local_world_size
-                role = _RoleInstanceInfo(self._group.spec.role, number, size)
-                store.set(f"torchelastic/role_info/{number}", role.serialize().decode())
+            enter_nodes(store, self._group.spec, empty)
         output.tell(f"[ttp] this node was node {self._number}, and is node 0 from now on")
         return "", owners

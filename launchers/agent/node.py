@@ -123,6 +123,7 @@ class Node:
         has_met_before: bool = False,
         counts: StartCounts = NO_STARTS,
         place: TakePlace | None = None,
+        own_store: Endpoint | None = None,
     ) -> None:
         """Prepare a generation before its workers start.
 
@@ -135,8 +136,10 @@ class Node:
             has_met_before: whether the job had workers on other nodes before this node joined.
             counts: the starts so far, including this start.
             place: the place of a spare node whose workers join training workers.
+            own_store: the rendezvous store of a spare node in the place of node 0.
         """
         control = self.control
+        self._store = store
         os.environ[LAST_INCIDENT] = _for_environment(control.verdict.line) if control.verdict else ""
         control.begin(ranks, node, nodes, may_restart=may_restart, counts=counts, joins=place is not None)
         self._set_environment(ranks)
@@ -157,13 +160,17 @@ class Node:
             on_controller_unreachable=lambda: control.judge("the controller's node is lost"),
             recurrence=self._recurrence,
             open_store=self._take_over,
+            term=place.term if place is not None else 0,
         )
         control.connect(client)
         wait = control.thread.wait_for
-        if node == 0:
+        if place is not None:
+            assert place.controller is not None
+            own_invitation = self._join_training(client, place, tuple(ranks), place.controller, own_store)
+        elif node == 0:
             for hook in control.hooks:
                 hook.has_controller(control.records.files.folder, took_over=False)
-            own_invitation: Invitation = wait(
+            own_invitation = wait(
                 client.host(
                     host,
                     restart=has_met_before or control.generations_begun > 1,
@@ -176,29 +183,52 @@ class Node:
         else:
             awaited_place = f"the controller, on node 0 of {nodes} at {host}"
             invitation_bytes: bytes = ask(store, lambda: store.get(credentials.KEY), lambda: awaited_place)
-            # Before `join`: to a spare node the controller may send an order first.
-            control.generation = Invitation.decode(
-                invitation_bytes, credentials.kind_of(self._config)
-            ).generation
-            join = client.join(host, invitation_bytes, tuple(ranks), place.owner if place is not None else "")
+            join = client.join(host, invitation_bytes, tuple(ranks))
             own_invitation = wait_for(lambda: wait(join), lambda: awaited_place)
-            # After a take-over this node writes to the same folder.
+        if node or place is not None:  # after a take-over this node writes to the same folder
             control.records.files.job = name_of(own_invitation.job)
         if self._config.host_copy != 0 and nodes > 1:
-            self._keep_copies(client, node, nodes, store)
+            self._keep_copies(client, node, nodes)
         control.generation = os.environ[GENERATION] = own_invitation.generation
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
 
-    def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: Store) -> None:
+    def _join_training(
+        self,
+        client: ControllerClient,
+        place: TakePlace,
+        ranks: tuple[int, ...],
+        controller: Gate,
+        own_store: Endpoint | None,
+    ) -> Invitation:
+        """Connect a spare node to the controller of the training workers."""
+        encoded = controller.invitation.encode()
+        # Before `join`: the controller may send an order first.
+        self.control.generation = Invitation.decode(encoded, credentials.kind_of(self._config)).generation
+        join = client.join(controller.address, encoded, ranks, place.owner, own_store)
+        wait = self.control.thread.wait_for
+        return wait_for(lambda: wait(join), lambda: f"the controller, at {controller.address}")
+
+    def _keep_copies(self, client: ControllerClient, node: int, nodes: int) -> None:
         """Keep host copies of the previous node, and give those of this node to the next node."""
         keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)
-        store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address))
+        self._own_keeper = keeper.listen(client.secret, client.address)
+        self._store.set(_KEEPER.format(node), self._own_keeper)
         next_node = (node + 1) % nodes
 
         def find() -> str:
-            return store.get(_KEEPER.format(next_node)).decode("utf-8", "replace")
+            return self._store.get(_KEEPER.format(next_node)).decode("utf-8", "replace")
 
         keeper.give(find)
+
+    def move(self, store: Store) -> None:
+        """Use another rendezvous store in this generation: a spare node has the place of node 0.
+
+        Args:
+            store: with keys of this generation alone.
+        """
+        self._store = store
+        if self.control.keeper is not None:
+            store.set(_KEEPER.format(self.control.node), self._own_keeper)
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
         """Make the boards of `ranks`, and put all paths into the workers' environment."""
@@ -222,9 +252,9 @@ class Node:
         Returns:
             The new rendezvous store; None if no store was lost, or none can be opened.
         """
-        store = self._open_store(address)
-        if self.control.gate is not None:
-            self.control.gate.begin_turn(store)
+        store, client = self._open_store(address), self.control.client
+        if self.control.gate is not None and client is not None:
+            self.control.gate.begin_turn(store if 0 in client.succession.lost_homes else None)
         return store
 
     def open_gate(self, common: SpareHello, host: str, *, is_first: bool) -> Gate:
@@ -233,48 +263,56 @@ class Node:
         Args:
             common: the facts that spare nodes must share with this node.
             host: the address of this node.
-            is_first: whether this node is node 0, whose gate serves spare nodes from now on.
+            is_first: whether this node has the controller: its gate serves spare nodes from now on.
         """
         if self.control.gate is None:
             kind, lose_absent = credentials.kind_of(self._config), self.control.lose_absent
             gate = self.control.gate = SpareGate(kind, self._config.port, self._tls, common, lose_absent)
             self._gate = self.control.thread.wait_for(gate.open(host))
-        if is_first:
-            self.control.thread.loop.call_soon_threadsafe(self.control.gate.begin_turn)
+        gate, client = self.control.gate, self.control.client
+
+        def turn() -> None:
+            if is_first or (client is not None and client.controller_host is not None):
+                gate.begin_turn()
+            else:
+                gate.end_turn()
+
+        self.control.thread.loop.call_soon_threadsafe(turn)
         return Gate(host, self._gate.encode().decode())
 
     def come_to_gate(
         self, places: Places, common: SpareHello, host: str, ranks: tuple[int, ...], taken: Taken | None
     ) -> None:
-        """Open a gate on node 0 and on nodes that stand by; connect other nodes than node 0 to its gate.
+        """Open a gate at the controller and on nodes that stand by; connect other nodes to the first gate.
 
         Args:
-            places: tell other nodes of the gate of node 0.
+            places: tell other nodes of the gate of the node with the controller.
             common: as in `open_gate`.
             host: the address of node 0.
             ranks: of this node.
             taken: as in `stay_at_gate`.
         """
-        node, own_gate = self.control.node, None
-        if node == 0:
-            places.announce(self.open_gate(common, host, is_first=True).invitation)
+        node, own_gate, client = self.control.node, None, self.control.client
+        assert client is not None
+        if client.controller_host is not None:
+            address = client.address if node else host
+            places.announce(self.open_gate(common, address, is_first=True), client.succession.term)
             return
         if stands_by(node):
-            assert self.control.client is not None
-            own_gate = self.open_gate(common, self.control.client.address, is_first=False)
-        if gate := places.gate():
-            self.stay_at_gate(gate, host, node, ranks, taken, own_gate)
+            own_gate = self.open_gate(common, client.address, is_first=False)
+        gate = taken.gate if taken is not None else places.gate(client.succession.term)
+        if gate is not None:
+            self.stay_at_gate(gate, node, ranks, taken, own_gate)
 
     def stay_at_gate(
         self,
-        gate: bytes,
-        host: str,
+        gate: Gate,
         node: int,
         ranks: tuple[int, ...],
         taken: Taken | None = None,
         own_gate: Gate | None = None,
     ) -> None:
-        """Keep a connection to the gate of node 0 for the life of this process: without it the node is lost.
+        """Keep a connection to the first gate for the life of this process: without it the node is lost.
 
         Args:
             taken: the place that this spare node has taken, with its connection; None for other nodes.
@@ -283,19 +321,24 @@ class Node:
         if self._at_gate is not None:  # of a lost node 0
             self.control.thread.wait_for(self._at_gate.end())
             self._at_gate.close()
-        gate_invitation = Invitation.decode(gate, credentials.kind_of(self._config))
+        gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(self._config))
         owner = taken.place.owner if taken is not None else ""
         me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner, own_gate)
         self._at_gate = spare_node.Member(
-            lambda: spare_node.stay_at_gate(gate_invitation, host, self._tls, me),
+            lambda: spare_node.stay_at_gate(gate_invitation, gate.address, self._tls, me),
             taken.connection if taken is not None else None,
         )
         self.control.thread.wait_for(self._at_gate.begin())
 
-    def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
-        """Give the places of lost nodes to spare nodes for a restart, as `fill_for_restart`."""
+    def fill(self, lost: Sequence[int], counts: StartCounts, store: Endpoint | None = None) -> dict[int, str]:
+        """Give the places of lost nodes to spare nodes for a restart, as `fill_for_restart`.
+
+        Args:
+            store: the new rendezvous store; None: the store stays.
+        """
         host = self.control.controller_host
         assert self.control.gate is not None
+        self.control.gate.store = store or self.control.gate.store
         assert host is not None
         work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
         return self.control.thread.wait_for(work)

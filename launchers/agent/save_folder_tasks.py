@@ -149,12 +149,16 @@ class JobLease:
     Args:
         scratch: a folder of this agent, in which rank 0 notes the save folder.
         timeout_s: how long a worker waits for a lease of a job that is about to end, in seconds.
+
+    Attributes:
+        store: HOST:PORT of a rendezvous store in the place of the store of node 0; "": the lease has it.
     """
 
     def __init__(self, scratch: Path, timeout_s: float) -> None:
         self._note = scratch / "lease"
         self._timeout_s = timeout_s
         self._owner = Owner.of(os.getpid())
+        self.store = ""
         self._lease: Lease | None = None
 
     def environment(self) -> dict[str, str]:
@@ -162,6 +166,7 @@ class JobLease:
         return {
             save_folder_claim.NOTE: str(self._note),
             save_folder_claim.PATIENCE: f"{self._timeout_s:g}",
+            save_folder_claim.STORE: self.store,
             save_folder_claim.OWNER: msgspec.json.encode(self._owner).decode(),
         }
 

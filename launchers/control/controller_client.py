@@ -164,9 +164,11 @@ class ControllerClient:
         recurrence: the faults of earlier generations; each verdict is added.
         open_store: is called with the address of this node before its controller takes over; returns the
             address of the rendezvous store in the place of the store of node 0.
+        term: of the controller that is there when the agent begins.
 
     Attributes:
         secret: of the agents of this generation; empty before the first meeting with the controller.
+        invitation: to the controller, for spare nodes; only where the controller is.
         address: of this node for other nodes, after the meeting with the controller.
         succession: the next controllers, and the reports that they must know.
         controller_host: with the controller; None on other nodes.
@@ -187,6 +189,7 @@ class ControllerClient:
         on_controller_unreachable: Callable[[], None],
         recurrence: Recurrence,
         open_store: Callable[[str], Endpoint | None],
+        term: int = 0,
     ) -> None:
         self._open_store = open_store
         self._node = node
@@ -202,7 +205,9 @@ class ControllerClient:
         self.secret = b""
         self._kind = kind_of(config)
         self.address = LOOPBACK
-        self.succession = Succession(node, nodes)
+        self.succession = Succession(node, nodes, term)
+        self._drawn: Invitation
+        self.invitation: Invitation | None = None
         self._send: Send | None = None  # None: no controller is connected
         self._resting = False
         self._knows_standbys = asyncio.Event()
@@ -222,29 +227,40 @@ class ControllerClient:
         Returns:
             The invitation, with which other nodes find the controller.
         """
-        drawn = Invitation.draw(self._kind, restart, job)
+        self._drawn = drawn = Invitation.draw(self._kind, restart, job)
         self.secret = drawn.secret
         if self._kind != UNIX:
             self.address = host
         self._run_controller()
         if self._nodes == 1:
             return drawn
-        endpoint = self.listener.listen(self.secret, self.address)
-        return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
+        return self._invite(self.listener.listen(self.secret, self.address))
+
+    def _invite(self, endpoint: Endpoint) -> Invitation:
+        """Return the invitation to the controller of this node, at `endpoint`."""
+        name = self._drawn.name if endpoint.port else endpoint.address
+        self.invitation = self._drawn._replace(port=endpoint.port, name=name)
+        return self.invitation
 
     async def join(
-        self, host: str, invitation_bytes: bytes, ranks: tuple[int, ...], owner: str = ""
+        self,
+        host: str,
+        invitation_bytes: bytes,
+        ranks: tuple[int, ...],
+        owner: str = "",
+        store: Endpoint | None = None,
     ) -> Invitation:
-        """Connect to the first controller, on node 0, and register.
+        """Connect to the controller, and register.
 
         Args:
-            invitation_bytes: the invitation of node 0 in the rendezvous store.
-            owner: as in `AgentHello`.
+            host: the address of the controller.
+            invitation_bytes: the invitation to the controller.
+            owner, store: as in `AgentHello`.
 
         Raises:
             StartError: the settings of the nodes differ, or no controller answers.
         """
-        invitation = Invitation.decode(invitation_bytes, self._kind)
+        self._drawn = invitation = Invitation.decode(invitation_bytes, self._kind)
         self.secret = invitation.secret
         reader, writer = await connect(*invitation.address(host), invitation.secret, self._tls)
         endpoint = None
@@ -253,7 +269,7 @@ class ControllerClient:
         if stands_by(self._node):
             endpoint = self.listener.listen(self.secret, self.address)
         self._send = _to(writer)
-        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
+        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner, store))
         self._spawn(self._follow(reader, writer))
         return invitation
 
@@ -307,7 +323,7 @@ class ControllerClient:
     def _run_controller(self) -> ControllerHost:
         address = LOOPBACK if self._nodes == 1 else self.address
         self.controller_host = controller_host = ControllerHost(
-            term=self._node,
+            term=self.succession.term,
             world_size=self._world_size,
             nodes=self._nodes,
             timeout_s=self._config.timeout_s,
@@ -332,9 +348,12 @@ class ControllerClient:
             self.listener.begin_turn(None, self.succession.verdict)
             return
         controller_host = self._run_controller()
-        controller_host.take_over(self.succession.standby_state, self._open_store(self.address))
+        if self.listener.endpoint is not None:
+            self._invite(self.listener.endpoint)
+        lost = self.succession.lost_homes
+        controller_host.take_over(self.succession.standby_state, lost, self._open_store(self.address))
         self._report_again()
-        for node in range(self._node):
+        for node in lost:
             controller_host.lose(node)
 
     # with the controller on another node
@@ -369,7 +388,7 @@ class ControllerClient:
         if self.succession.accept(order):
             if isinstance(order, Verdict | Recovered):
                 self._incident_report.record_end(order.incident)
-                self.reporter = self._node if self.controller_host is not None else self.succession.term
+                self.reporter = self.succession.home
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
                 self._knows_standbys.set()  # not needed any more: the starting workers are ended

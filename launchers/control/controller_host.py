@@ -17,6 +17,7 @@ from types import MappingProxyType
 import msgspec
 
 from adaptor import output, text
+from adaptor.controller import failover
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.incident_state import Orders
@@ -55,10 +56,10 @@ AHEAD_BYTES = 1 << 20
 
 
 class ControllerHost:
-    """The controller with its clock and connections, on node `term`.
+    """The controller with its clock and connections.
 
     Args:
-        term: the number of this node and of the controller's term.
+        term: the number of the controller's term.
         timeout_s: TTP_OT, in seconds.
         host: the address of this node for other nodes.
         rejected: counts messages that an agent may not send.
@@ -68,6 +69,7 @@ class ControllerHost:
     Attributes:
         controller: the pure controller
         store: the store in which the ranks of a dump find each other; survives the death of every worker
+        home: the node of the controller
         frames: encodes orders for the connections to agents
         dismissed: the other agents may end: every rank has ended, or this node leaves
     """
@@ -86,18 +88,19 @@ class ControllerHost:
     ):
         self.term = term
         self.nodes = nodes
+        self.home = failover.node_of(term, nodes)
         self._sends: dict[int, Send] = {}
         self.frames = wire.OrderFrames()
         self.store = DumpStoreServer(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
         self.controller = Controller(
-            world_size, timeout_s, store, report.next_incident, term, recurrence, online_s
+            world_size, timeout_s, store, report.next_incident, term, recurrence, online_s, self.home
         )
         members = self.controller.membership
         self._registry = AgentRegistry(world_size, nodes, members.lost, members.expected)
         self._incident_report = report
         self._rejected = rejected
-        self._replicator = StandbyReplicator() if term == 0 else None
+        self._replicator = StandbyReplicator(self.home)
         self.dismissed = False
         self._open_words = ""  # the last printed words about the open incident
         self._has_heard = asyncio.Event()
@@ -117,17 +120,21 @@ class ControllerHost:
             self._deliver(self.controller.give_up(text.describe(error)))
             tell_error("an error in the controller's clock", error)
 
-    def take_over(self, standby_state: Iterable[StandbyState], store: Endpoint | None) -> None:
+    def take_over(
+        self, standby_state: Iterable[StandbyState], lost: Collection[int], store: Endpoint | None
+    ) -> None:
         """Take over from the controllers of earlier terms.
 
         Args:
             standby_state: the state that they have passed on.
+            lost: their nodes, without those that spare nodes have taken.
             store: as `rendezvous_store` of `Controller.succeed`.
         """
         known_messages = list(standby_state)
         self._registry.succeed(known_messages)
-        self.controller.succeed(known_messages, range(self.term, self.nodes), time.monotonic(), store)
-        self._record(functools.partial(self._incident_report.record_takeover, self.term))
+        awaited = [node for node in range(self.nodes) if node not in lost]
+        self.controller.succeed(known_messages, awaited, time.monotonic(), store)
+        self._record(functools.partial(self._incident_report.record_takeover, self.home))
 
     def lose(self, node: int) -> None:
         """Report the loss of the agent of `node` to the controller."""
@@ -166,7 +173,7 @@ class ControllerHost:
     def _process(self, node: int, message: ToController) -> None:
         """Let the controller decide, send its orders, and record last, so that nothing delays orders."""
         time_now = time.time()
-        if self._replicator and not isinstance(message, Frozen):
+        if not isinstance(message, Frozen):
             for standby, order in self._replicator.replicate(message):
                 self._send(standby, [order])
         orders = self._decide(message)
@@ -209,7 +216,7 @@ class ControllerHost:
         if not self.dismissed and self.controller.incident is None and self.controller.verdict is None:
             self.dismissed = True
             for node in self._sends:
-                if node != self.term:
+                if node != self.home:
                     self._send(node, [Dismissed()])
 
     def _deliver(self, orders: Orders) -> None:
@@ -321,7 +328,9 @@ class AgentRegistry:
         self._expected = expected
         self._world_size = world_size
         self._nodes = nodes
-        self._owners: dict[int, str] = {}  # of places, as known to the previous controller
+        # Of places, as known to the previous controller; and the ranks of each node.
+        self._owners: dict[int, str] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
         self._homes: dict[int, int] = {}  # ranks, and their nodes
         self._here: set[int] = set()
 
@@ -333,6 +342,7 @@ class AgentRegistry:
         for message in standby_state:
             if isinstance(message, AgentHello):
                 self._owners[message.node] = message.owner
+                self._ranks[message.node] = message.ranks
 
     def rejection_reason(self, node: int, message: FromAgent) -> str:
         """Return why `message` is rejected from the agent of `node`; empty if accepted.
@@ -363,7 +373,11 @@ class AgentRegistry:
             return "came as a node that the job does not have"
         if hello.owner and hello.owner == self._expected.get(hello.node):
             ranks = {rank for rank, node in self._homes.items() if node == hello.node}
-            return "" if ranks == set(hello.ranks) else "came with other ranks than the node that is lost"
+            if (ranks or set(self._ranks.get(hello.node, ()))) != set(hello.ranks):
+                return "came with other ranks than the node that is lost"
+            self._here.add(hello.node)
+            self._homes.update(dict.fromkeys(hello.ranks, hello.node))
+            return ""
         if hello.owner != self._owners.get(hello.node, hello.owner):
             return "came as a node whose place another one has"
         if hello.node in self._here:

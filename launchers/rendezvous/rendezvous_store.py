@@ -220,7 +220,7 @@ class NextStore:
     def __init__(self, registry: Any, params: Any) -> None:
         self._registry = registry
         self._params = params
-        self._opened: TCPStore | None = None
+        self._opened: list[TCPStore] = []  # each lives as long as this agent
         self._lost_handlers: list[Any] = []  # torch's own threads may still use them
 
     def open(self, address: str) -> Endpoint | None:
@@ -230,8 +230,9 @@ class NextStore:
             address: of this node.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the job ends, saved
-            self._opened = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            return Endpoint(address, int(self._opened.port))
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self._opened.append(store)
+            return Endpoint(address, int(store.port))
         return None
 
     def connect(self, endpoint: Endpoint) -> Store:
@@ -343,7 +344,7 @@ class FixedNodes:
         """
         handler._store, handler.rank, handler.master_addr = store, number, endpoint.address
         handler.master_port = endpoint.port
-        self._node, self.is_host = number, number == 0
+        self._node, self.is_host, self.met = number, number == 0, True
         if self.is_host:
             PrefixStore(f"{self._run_id}/ttp/met", store).set(_ALL, "")
 

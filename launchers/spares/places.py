@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 
+import msgspec
 from torch.distributed import PrefixStore, Store
 
 from adaptor.errors import StartError
 from adaptor.launchers.rendezvous.waiting import SilentStoreError, ask, wait_for
 from adaptor.launchers.spares.spare_node import GATE, PREFIX
-from adaptor.protocol.spare_messages import TakePlace
+from adaptor.protocol.spare_messages import Gate, TakePlace
 
 # Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
 # each stopped spare).
@@ -33,21 +34,25 @@ class Places:
         self._node = node
         self._place = place
 
-    def announce(self, invitation: str) -> None:
-        """Let spare nodes find the gate."""
-        self._store.set(GATE, invitation)
+    def announce(self, gate: Gate, term: int) -> None:
+        """Let spare nodes, and the other nodes, find the gate at the controller of `term`."""
+        encoded = msgspec.json.encode(gate).decode()
+        for key in (GATE, f"{GATE}/{term}"):
+            self._store.set(key, encoded)
 
-    def gate(self) -> bytes:
-        """Return the invitation to the gate, which node 0 opens with its first workers, or b""."""
+    def gate(self, term: int) -> Gate | None:
+        """Return the gate at the controller of `term`, opened at once; None if the store does not answer."""
+        key = f"{GATE}/{term}"
 
         def read() -> bytes:
-            self._store.wait([GATE], timedelta(seconds=OPENED_S))
-            return bytes(self._store.get(GATE))
+            self._store.wait([key], timedelta(seconds=OPENED_S))
+            return bytes(self._store.get(key))
 
         try:
-            return wait_for(read, lambda: "the gate for spare nodes, on node 0", limit_s=OPENED_S)
+            encoded = wait_for(read, lambda: "the gate for spare nodes, on node 0", limit_s=OPENED_S)
         except (RuntimeError, SilentStoreError):  # node 0 is lost, or does not answer
-            return b""
+            return None
+        return msgspec.json.decode(encoded, type=Gate)
 
     def require_own(self) -> None:
         """Check the owner of the place.

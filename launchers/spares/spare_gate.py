@@ -32,6 +32,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from adaptor import output
+from adaptor.controller.controller import Controller
 from adaptor.controller.membership import Membership
 from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
 from adaptor.launchers.control.credentials import Invitation, Tls
@@ -86,6 +87,14 @@ class StartCounts(NamedTuple):
 NO_STARTS = StartCounts()
 
 
+class JoinedTraining(NamedTuple):
+    """The training that spare nodes join; the attributes are those of `TakePlace`."""
+
+    controller: Gate | None
+    term: int
+    store: Endpoint | None
+
+
 async def answering_spares(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:
     """Return `count` spares that have answered and still wait, or fewer.
 
@@ -114,6 +123,7 @@ class SpareGate:
     Attributes:
         gone: by node, the first message of the owner's agent to the next controller, for owners whose
             process has ended.
+        store: the rendezvous store, if the job has lost the store of its flags; else None.
     """
 
     def __init__(
@@ -131,7 +141,7 @@ class SpareGate:
         self._on_gone = on_gone
         self._imports: Import | None = None
         self.gone: dict[int, AgentHello] = {}
-        self._store: Endpoint | None = None
+        self.store: Endpoint | None = None
         self._turn = asyncio.Event()
         self._arrived = asyncio.Event()
         self._next_gates: dict[int, Gate] = {}  # by node
@@ -143,8 +153,15 @@ class SpareGate:
             store: the rendezvous store, in the place of the store that was lost with node 0; None: the store
                 stays. The flags of a spare that waits here may still name the lost store.
         """
-        self._store = store or self._store
+        self.store = store or self.store
         self._turn.set()
+
+    def end_turn(self) -> None:
+        """Send all spares to the next gates: another node has the controller from now on."""
+        self._turn.clear()
+        spares, self._waiting[:] = [*self._waiting], []
+        for spare in spares:
+            spare.writer.close()
 
     async def await_spares(self, count: int, limit_s: float) -> None:
         """Wait until `count` spares are there, at most `limit_s` seconds."""
@@ -171,6 +188,7 @@ class SpareGate:
         counts: StartCounts,
         incident: int = 0,
         is_wanted: Callable[[], bool] = lambda: True,
+        joined: JoinedTraining | None = None,
     ) -> dict[int, str]:
         """Give the places of `lost` nodes to spares.
 
@@ -178,6 +196,7 @@ class SpareGate:
             lost: the nodes, with their ranks.
             counts: of the starts before the start of the spare nodes' workers.
             incident: as in `TakePlace`.
+            joined: what the spares join; None: all workers are started.
             is_wanted: whether the places are still to be filled, after the answers of spares.
 
         Returns:
@@ -194,7 +213,10 @@ class SpareGate:
             self._owners[node] = owners[node]
             self._newest[node] = spare.reader
             self.gone.pop(node, None)
-            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident, self._store)
+            store = self.store if joined is None else joined.store
+            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident, store)
+            if joined is not None:
+                place = msgspec.structs.replace(place, controller=joined.controller, term=joined.term)
             spare.writer.write(wire.frame(place))
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left_text}")
         return owners
@@ -361,15 +383,18 @@ async def fill_for_restart(
 
 async def fill_online(
     gate: SpareGate | None,
-    members: Membership,
+    controller: Controller,
     order: FillPlaces,
     counts: StartCounts,
+    place_of_controller: Gate | None,
     is_wanted: Callable[[], bool],
 ) -> PlacesFilled:
     """Give the places of an order while the other nodes keep their workers.
 
     Args:
         gate: where spare nodes wait; None: the job has no gate.
+        controller: has given the order.
+        place_of_controller: as in `TakePlace`.
         is_wanted: called after the answers of spare nodes: whether the places are still to be filled.
 
     Returns:
@@ -377,8 +402,11 @@ async def fill_online(
     """
     owners: dict[int, str] = {}
     if gate is not None:
-        places = {node: members.ranks_of(node) for node in order.nodes}
+        places = {node: controller.membership.ranks_of(node) for node in order.nodes}
         # The start of the spare node's workers is in this generation.
         counts_before = counts._replace(generations=counts.generations - 1)
-        owners = await gate.fill(places, counts_before, order.incident, is_wanted=is_wanted)
-    return PlacesFilled(0, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)
+        # The store of a spare node in the place of node 0 is its own.
+        store = None if 0 in places else controller.store_of_node_0 or gate.store
+        joined = JoinedTraining(place_of_controller, controller.term, store)
+        owners = await gate.fill(places, counts_before, order.incident, is_wanted, joined)
+    return PlacesFilled(controller.home, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)

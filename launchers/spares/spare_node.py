@@ -27,7 +27,7 @@ from adaptor.errors import ConfigError, StartError
 from adaptor.launchers.agent.processes import WORKER
 from adaptor.launchers.cli import flags
 from adaptor.launchers.control import credentials
-from adaptor.launchers.control.agent_connections import CONNECT_TIMEOUT_S, connect, try_connect
+from adaptor.launchers.control.agent_connections import CONNECT_TIMEOUT_S, LOOPBACK, connect, try_connect
 from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.launchers.spares.spare_pool import (
     Spare,
@@ -169,11 +169,19 @@ class Taken(NamedTuple):
         connection: to the gate, silent from now on. Its end tells node 0 that the process has ended, also
             before the agent has connected to the controller. `Member` keeps the connection from then on.
         warm: the processes for its first workers
+        gate: to which the connection leads
     """
 
     place: TakePlace
     connection: socket.socket
     warm: WarmProcesses
+    gate: Gate
+
+    @property
+    def address(self) -> str:
+        """Return the address of this node for other nodes."""
+        is_here = self.connection.family == socket.AF_UNIX
+        return LOOPBACK if is_here else str(self.connection.getsockname()[0])
 
 
 def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Config) -> None:
@@ -251,19 +259,16 @@ def wait(
         nonlocal awaited
         awaited = f"{gate_place} ({text})" if text else gate_place
 
-    gate_bytes = wait_for(
-        lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look
-    )
-    gate_invitation = Invitation.decode(gate_bytes, credentials.kind_of(settings))
+    gate = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look)
     return wait_for(
-        lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),
+        lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm)),
         lambda: "a place in the job, as a spare node",
         quiet=True,
     )
 
 
-def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> bytes:
-    """Return the invitation to the gate; node 0 may start at any time after the spare."""
+def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> Gate:
+    """Return the gate; node 0 may start at any time after the spare."""
     from torch.distributed import PrefixStore, TCPStore
 
     from adaptor.launchers.rendezvous import rendezvous_store
@@ -272,10 +277,10 @@ def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -
         rendezvous_store.wait_until_it_answers(host, port, float("inf"), note)
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
-            gate = PrefixStore(f"{run_id}/{PREFIX}", store)
-            while not gate.check([GATE]):
+            keys = PrefixStore(f"{run_id}/{PREFIX}", store)
+            while not keys.check([GATE]):
                 time.sleep(rendezvous_store.TRY_S)
-            return bytes(gate.get(GATE))
+            return msgspec.json.decode(bytes(keys.get(GATE)), type=Gate)
         except RuntimeError:  # node 0 has ended before it opened its gate; it may start again
             time.sleep(rendezvous_store.TRY_S)
 
@@ -378,14 +383,15 @@ class Member:
 
 
 async def wait_at_gate(
-    gate_invitation: Invitation, host: str, settings: Config, own_hello: SpareHello, warm: WarmProcesses
+    gate: Gate, settings: Config, own_hello: SpareHello, warm: WarmProcesses
 ) -> Taken | None:
-    """Wait at the gate of `gate_invitation` while `warm` imports; for the rest see `wait`.
+    """Wait at `gate` while `warm` imports; for the rest see `wait`.
 
     After the loss of node 0 the spare waits at the gate of the node that has taken the controller over.
     """
     context = credentials.load(settings)
-    reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, context)
+    gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
+    reader, writer = await connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
     writer.write(wire.frame(own_hello))
     early: list[ToSpareNode] = []  # the first message of a next gate, read before
     imports: list[asyncio.Task[None]] = []
@@ -405,13 +411,15 @@ async def wait_at_gate(
                     case TakePlace() as place:
                         output.tell(f"[ttp] this spare node takes the place of node {place.node}")
                         # Past the streams, which end with the event loop: no goodbye of TLS.
-                        taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
+                        taken = Taken(place, writer.get_extra_info("socket").dup(), warm, gate)
                         writer.transport.abort()
                         return taken
                     case SpareReleased():
                         return None
                     case _:  # accepted
-                        output.tell(f"[ttp] this node is a spare: it waits at {host} for a node to be lost")
+                        output.tell(
+                            f"[ttp] this node is a spare: it waits at {gate.address} for a node to be lost"
+                        )
         except (EOFError, OSError, msgspec.DecodeError):
             pass
         finally:
@@ -419,19 +427,20 @@ async def wait_at_gate(
         next_gate = await _come_to_next_gate(gates, settings, context, own_hello)
         if next_gate is None:
             raise StartError(
-                f"node 0 at {host} is gone, and no other node has taken the job over: this spare node ends"
+                f"node 0 at {gate.address} is gone, and no other node has taken the job over: this spare"
+                " node ends"
             )
-        host, reader, writer, message = next_gate
+        gate, reader, writer, message = next_gate
         early.append(message)
 
 
 async def _come_to_next_gate(
     gates: Sequence[Gate], settings: Config, context: Tls | None, own_hello: SpareHello
-) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode] | None:
+) -> tuple[Gate, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode] | None:
     """Go to the first of `gates` that serves spares.
 
     Returns:
-        The address, the connection, and its first message; None if no gate serves spares: their nodes are
+        The gate, the connection, and its first message; None if no gate serves spares: their nodes are
             lost, too, or still have the controller of node 0.
     """
     for gate in gates:
@@ -443,7 +452,7 @@ async def _come_to_next_gate(
         try:
             writer.write(wire.frame(own_hello))
             async with deadline(TURN_S):
-                return gate.address, reader, writer, await wire.read(reader, to_spare_node)
+                return gate, reader, writer, await wire.read(reader, to_spare_node)
         except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
             writer.close()
     return None

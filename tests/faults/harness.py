@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from adaptor.protocol import naming
 from tests import operator_files, waiting
 from tests.faults import leftovers, told, warm
 from tests.faults.fault import SPARES, Fault
@@ -356,10 +357,11 @@ def _second_starts(job: Job) -> list[tuple[int, Path]]:
 
 
 def _wait_until_it_has_moved(job: Job) -> None:
-    def has_moved() -> bool:
-        return any(
-            "is node 0 from now on" in log.read_text(errors="replace") for log in job.out.glob("*.log")
-        )
+    assert job.save is not None
+    path = job.save / naming.LEASE
+
+    def has_moved() -> bool:  # a node that is back finds the job by the lease
+        return path.exists() and bool(json.loads(path.read_text()).get("store"))
 
     waiting.written(job.out, has_moved, "another node is node 0", within_s=job.timeout_s)
 

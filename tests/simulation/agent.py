@@ -219,11 +219,13 @@ class Agent(Follower):
 
     def _fill_places(self, order: FillPlaces) -> Body[None]:
         assert self.controller_host is not None
+        controller = self.controller_host.controller
         filled = yield from fill_online(
-            self.world.gate,  # type: ignore[arg-type]
-            self.controller_host.controller.membership,
+            self.world.gate if not controller.term else None,  # type: ignore[arg-type]
+            controller,
             order,
             StartCounts(0, self.world.number),
+            None,
             lambda: self.verdict is None and not self._silent,
         ).__await__()
         self._up(filled)

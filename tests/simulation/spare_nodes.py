@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
-from adaptor.launchers.spares.spare_gate import ANSWER_S, StartCounts, answering_spares
+from adaptor.launchers.spares.spare_gate import ANSWER_S, JoinedTraining, StartCounts, answering_spares
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_messages import TakePlace
 from tests.simulation.clock import Process
@@ -83,12 +83,14 @@ class SpareGate:
     given    so many places were given
     waiting  who waits
     owners   who has a place that was given
+    store    the rendezvous store, which stays
     gone     what the agents would say first whose processes have ended in such a place
     """
 
     def __init__(self, world: World, spares: list[SpareNode]) -> None:
         self._world = world
         self.given = 0
+        self.store = None
         self.waiting = spares
         self.owners: dict[int, SpareNode] = {}
         self.gone: dict[int, AgentHello] = {}
@@ -123,6 +125,7 @@ class SpareGate:
         counts: StartCounts,
         incident: int = 0,
         is_wanted: Callable[[], bool] = lambda: True,
+        joined: JoinedTraining | None = None,
     ) -> dict[int, str]:
         """Give each place to a spare that has just answered, or none."""
         ready = await answering_spares(self.waiting, len(lost), self._answers)

@@ -8,6 +8,7 @@ from adaptor.controller import failover
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator, Succession
 from adaptor.protocol.messages import (
+    Addressed,
     AgentHello,
     AgentLost,
     BoardRecord,
@@ -15,9 +16,15 @@ from adaptor.protocol.messages import (
     Dismissed,
     Dying,
     Endpoint,
+    EndScript,
+    FillPlaces,
+    Freeze,
     Frozen,
     Hello,
     Layout,
+    Phase,
+    PresenceProbe,
+    Proceed,
     Progress,
     Raised,
     Recovered,
@@ -84,6 +91,35 @@ def test_a_job_of_one_node_has_no_other_controller() -> None:
     known = Succession(0, 1)
     assert known.knows_standby_endpoints
     assert not known.go_on()
+
+
+def test_after_an_online_recovery_the_node_before_stands_by_again() -> None:
+    """A spare node has the place of node 0; node 1 has the controller, and is lost, too."""
+    known = Succession(2, 3)
+    for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT)):
+        known.accept(order)
+    assert (known.go_on(), known.term, known.lost_homes) == (True, 1, [0])
+    known.accept(AgentHello(0, (0, 1), ENDPOINT))
+    known.accept(Recovered(1, 5, "as it was", replaced=(0, 1)))
+    newcomer = Succession(0, 3, term=1)
+    for order in (AgentHello(1, (2, 3), ENDPOINT), AgentHello(2, (4, 5), ENDPOINT)):
+        assert not newcomer.knows_standby_endpoints
+        newcomer.accept(order)
+    assert (_terms(known), known.home, known.lost_homes) == ([2], 2, [1])
+    assert (_terms(newcomer), newcomer.lost_homes) == ([2, 3], [1, 2])
+    assert newcomer.is_mine
+
+
+def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> None:
+    known = Succession(2, 3)
+    for message in (Freeze(1), PresenceProbe(1)):
+        known.accept(Addressed(4, message))
+        assert known.all_again == [ReplayComplete(2)]
+    known.accept(Addressed(4, EndScript(1)))
+    assert known.all_again == [ReplayComplete(2, is_engaged=True)]
+    known.accept(Recovered(1, 5, "as it was"))
+    known.accept(Addressed(4, Proceed(1, 5)))
+    assert known.all_again == [ReplayComplete(2)]
 
 
 def test_what_a_new_controller_is_told() -> None:
@@ -175,6 +211,20 @@ def test_the_next_controller_knows_the_hosts(failed: int) -> None:
     controller.tick(1000.0)
     assert controller.verdict is not None
     assert (controller.verdict.fault.ranks[0], controller.verdict.fault.host) == (failed, f"host{failed}")
+
+
+@pytest.mark.parametrize("is_engaged", [False, True])
+def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(is_engaged: bool) -> None:
+    """What the lost controller had ordered may still be at work on the node of rank 1."""
+    job = Controller(2, 120.0, ("store", 1, b""), term=1, online_s=60.0)
+    layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same", False, "") for rank in range(2)]
+    job.succeed([*(AgentHello(node, (node,)) for node in range(2)), *layouts], [1], 0.0)
+    said = (AgentHello(1, (1,)), Hello(1, 1001), ReplayComplete(1, None, is_engaged))
+    for message in (*said, AgentLost(0)):
+        job.handle(message, 0.0)
+    assert job.incident is not None
+    orders = job.handle(Frozen(1, job.incident.number, BoardRecord(1, 1001, Phase.RUNNING, 4, 4, 4)), 0.1)
+    assert any(isinstance(order, FillPlaces) for _, order in orders) == (not is_engaged)
 
 
 def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:

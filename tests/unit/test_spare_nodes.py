@@ -91,6 +91,10 @@ def settings(
     return config.load()
 
 
+def _at(invitation: Invitation) -> Gate:
+    return Gate("127.0.0.1", invitation.encode().decode())
+
+
 def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.Config) -> None:
     """One of three has gone, so two lost nodes have a spare each; a third one has none."""
 
@@ -98,7 +102,7 @@ def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.C
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
         spares = [
-            asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+            asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
             for _ in range(3)
         ]
         await _waits(gate, 3)
@@ -168,7 +172,7 @@ def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: 
             return connection
 
         first, second = await stays(1), await stays(2)
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         assert gate.gone == {}
         first.close()
@@ -215,7 +219,7 @@ def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
         second.close()
         third.close()
         await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
         taken = await spare
@@ -261,7 +265,7 @@ def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job:
             made = made._replace(name=listener.open(credentials.UNIX, "", 0).address)
         else:
             made = made._replace(port=listener.listen("127.0.0.1", free_port()))
-        await asyncio.to_thread(node.stay_at_gate, made.encode(), "127.0.0.1", 1, (1,))
+        await asyncio.to_thread(node.stay_at_gate, _at(made), 1, (1,))
         await came.changes.until(lambda: len(came) == 3)
         assert came[0].node == 1
         assert came[1:] == came[:1] * 2
@@ -296,7 +300,7 @@ def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config
         for node, other in enumerate(others, 1):
             me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", other.encode().decode()))
             members.append(await stay_at_gate(found, "127.0.0.1", context, me))
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(first, 1)
         await gone.close()
         assert first._listener is not None
@@ -326,7 +330,7 @@ def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_
         gate, store = _gate(settings), Endpoint("127.0.0.1", 29500)
         gate.begin_turn(store)
         found = await gate.open("127.0.0.1")
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         gate.begin_turn()
         await gate.fill({1: (0,)}, StartCounts(restarts=2, generations=2))
@@ -343,7 +347,7 @@ def test_a_spare_goes_home_when_the_job_is_over(settings: config.Config) -> None
     async def work() -> None:
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         await gate.close()
         assert await spare is None
@@ -374,7 +378,7 @@ def test_a_spare_that_differs_is_refused(
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
         with pytest.raises(ConfigError, match=re.escape(words)):
-            await wait_at_gate(found, "127.0.0.1", settings, theirs, WarmProcesses([], 0))
+            await wait_at_gate(_at(found), settings, theirs, WarmProcesses([], 0))
         assert gate.waiting == 0
         await gate.close()
 
@@ -390,7 +394,7 @@ def test_a_fact_that_a_spare_does_not_know_is_not_compared(monkeypatch: pytest.M
         gate = _gate(settings)
         invitation = await gate.open("127.0.0.1")
         warm = WarmProcesses([], 0)
-        spare = asyncio.ensure_future(wait_at_gate(invitation, "127.0.0.1", settings, hello, warm))
+        spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, hello, warm))
         await _waits(gate, 1)
         await gate.close()
         assert await spare is None
@@ -414,6 +418,37 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
     with pytest.raises(StartError):
         first.require_own()
     Places(store, 1, TakePlace(1, 2, 3, "b")).require_own()
+
+
+def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
+    """In the same store stands that of the node that had the controller before, and is lost."""
+    store = HashStore()
+    places = Places(store, 1, None)
+    for term in (0, 2):
+        places.announce(Gate(f"node of term {term}", "an invitation"), term)
+    assert places.gate(2) == Gate("node of term 2", "an invitation")
+
+
+def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: config.Config) -> None:
+    """All workers have started again, and node 0 has the controller; the spare goes to its gate."""
+
+    async def work() -> None:
+        gate, first = _gate(settings), _gate(settings)
+        found, other = await gate.open("127.0.0.1"), await first.open("127.0.0.1")
+        me = MemberHello(0, (0,), "a", 1, "", _at(other))
+        member = await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me)
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
+        await _waits(gate, 1)
+        gate.end_turn()
+        await _waits(first, 1)
+        assert gate.waiting == 0
+        for opened in (gate, first):
+            await opened.close()
+        assert await spare is None
+        assert member is not None
+        member.close()
+
+    _run(work())
 
 
 def test_all_nodes_end_where_one_has_waited_in_vain_for_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +479,7 @@ def test_no_node_waits_longer_where_the_store_is_silent(monkeypatch: pytest.Monk
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
             process.send_signal(signal.SIGSTOP)
             assert not Places(store, 1, None).are_filled(1)
-            assert Places(store, 1, None).gate() == b""
+            assert Places(store, 1, None).gate(0) is None
             with pytest.raises(SilentStoreError, match="this node waited for the owners of places"):
                 Places(store, 1, TakePlace(1, 1, 1, "a")).require_own()
         finally:

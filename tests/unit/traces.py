@@ -257,7 +257,7 @@ class Trace:
                 places = tuple(map(int, words))
                 owners = {node: f"owner{node}" for node in places} if name == "filled" else {}
                 reason = "" if owners else "no spare node waits"
-                return PlacesFilled(0, number, places, owners, reason)
+                return PlacesFilled(self.controller.home, number, places, owners, reason)
             case "recalled":
                 verdict = (
                     Verdict(

@@ -12,6 +12,7 @@ class AgentHello(Message, frozen=True):
     Attributes:
         pid: its process there; 0 if unknown
         owner: of a spare node that takes the place of a lost node while others train: as in `PlacesFilled`
+        store: the rendezvous store of a spare node in the place of node 0; None: the store stays
     """
 
     node: Number
@@ -20,6 +21,7 @@ class AgentHello(Message, frozen=True):
     host: str = ""
     pid: int = 0
     owner: str = ""
+    store: Endpoint | None = None
 
 
 class Died(Message, frozen=True):
@@ -162,11 +164,13 @@ class PlacesFilled(Message, frozen=True):
 class ReplayComplete(Message, frozen=True):
     """The agent of `node` has repeated to a new controller all its reports to the lost controller.
 
-    `verdict`: the verdict that the agent had received, which stands.
+    `verdict`: the verdict that the agent had received, which stands. `is_engaged`: the lost controller had
+    given orders on this node that change more than a closed door: a save, a replacement, a recovery.
     """
 
     node: Number
     verdict: Verdict | None = None
+    is_engaged: bool = False
 
 
 FromAgent = (

@@ -229,6 +229,7 @@ class Recovered(Message, frozen=True):
         made_again: the finished steps after `step`, which all make once more
         retried: ranks that had raised, and whose processes live
         seconds: from the report of the fault to this message
+        store: the rendezvous store, if a spare node has taken the place of node 0 in this generation
     """
 
     incident: int
@@ -239,3 +240,4 @@ class Recovered(Message, frozen=True):
     retried: tuple[int, ...] = ()
     seconds: float = 0.0
     made_again: int = 0
+    store: Endpoint | None = None
