@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import warm
 from tests.unit import source_tree
 from tests.unit.test_architecture import part_of
 
@@ -62,9 +63,7 @@ def _run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         *arguments,
         str(script),
     ]
-    return subprocess.run(
-        command, cwd=site.parent, env=environment, capture_output=True, text=True, check=False
-    )
+    return warm.run(command, cwd=site.parent, env=environment)
 
 
 def test_a_job_starts_without_any_optional_part(site: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 
 from adaptor import config
 from adaptor.launchers.cli import flags
+from tests.faults import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "megatron_lm"
 GIVEN = {"MEGATRON": "here", "DATA": "/data/corpus", "TOKENIZER": "/data/tokenizer.json", "SAVE": "/save"}
@@ -76,14 +77,8 @@ def test_a_boot_file_becomes_ttprun(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(seen)
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("TTP", "ENABLE_TTP"))}
     environ |= {"PET_NPROC_PER_NODE": "2", "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "boot.py", "--lr=1e-3"],
-        env=environ,
-        cwd=tmp_path.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, str(tmp_path / "boot.py"), "--lr=1e-3"]
+    done = warm.run(command, env=environ, cwd=tmp_path.parent)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 --lr=1e-3", "1 2 --lr=1e-3"]
 
