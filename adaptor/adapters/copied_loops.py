@@ -16,7 +16,8 @@ from adaptor import patching
 flagscale = patching.Unit("flagscale", framework="flagscale", tested=">=0.8,<1")
 mindspeed_mm = patching.Unit("mindspeed-mm", framework="mindspeed_mm", tested=">=0.1")
 
-# What a loop calls from megatron.training is patched there.
+# What a loop calls from megatron.training is patched there. Of MindSpeed-MM no other module is patched: the
+# import of a patched module claims the job, and scripts that only evaluate import most others.
 _COPIED = ("pretrain", "train", "train_step", "training_log")
 for unit, module, names in (
     (
@@ -47,16 +48,16 @@ _PREFERENCES = "mindspeed_mm.tasks.rl.dpo.dpo_trainer"
 
 
 @mindspeed_mm.patch(
-    "mindspeed_mm.patchs.patch_manager:PatchesManager.apply_patches_from_config",
-    why="entries of --mm-model that cannot be protected are refused before a model is built",
-    accepts="()",
+    "mindspeed_mm.training:train",  # around the wrapper above
+    why="options and entries of --mm-model that cannot be protected are refused before the first step",
+    accepts="(forward_step_func, model, ...)",
 )
-def the_model_is_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def the_model_is_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
     for refusal in refused(get_args()):
         raise adaptor.UnsupportedError(f"{refusal}; change it, or set ENABLE_TTP=False")
-    wrapped(*args, **kwargs)
+    return wrapped(*args, **kwargs)
 
 
 def refused(options: Any) -> Iterator[str]:

@@ -183,7 +183,7 @@ def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
     assert len(losses[1]) == ITERATIONS
 
 
-# The names that MindSpeed-MM's loop has from Megatron-LM's, its configuration of the model, and its patches.
+# The names that MindSpeed-MM's loop has from Megatron-LM's, and its configuration of the model.
 OF_MINDSPEED_MM = """
 from argparse import Namespace
 
@@ -193,21 +193,13 @@ from megatron.training.training import (
     save_checkpoint_and_time,
     setup_model_and_optimizer,
 )
-from mindspeed_mm.patchs.patch_manager import PatchesManager
 
 _set_jit_fusion_options = set_jit_fusion_options
 
 
 def set_jit_fusion_options():
     get_args().mm = Namespace(model=Namespace())
-    PatchesManager.apply_patches_from_config()
     _set_jit_fusion_options()
-"""
-PATCH_MANAGER = """
-class PatchesManager:
-    @staticmethod
-    def apply_patches_from_config():
-        pass
 """
 
 
@@ -215,9 +207,6 @@ def test_mindspeed_mm_goes_on_from_last_words(tmp_path: Path) -> None:
     """All ranks start again, and go on; then the unmodified framework does."""
     loop, save = Path("mindspeed_mm/training.py"), tmp_path / "save"
     tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", loop, OF_MINDSPEED_MM)
-    (tree / "mindspeed_mm/patchs").mkdir()
-    (tree / "mindspeed_mm/patchs/__init__.py").write_text("")
-    (tree / "mindspeed_mm/patchs/patch_manager.py").write_text(PATCH_MANAGER)
     job = partial(Job, layout=DP2, framework=tree)
     undisturbed = harness.run(job(tmp_path / "undisturbed", launcher="torchrun"))
     assert undisturbed.code == 0, undisturbed.log[-3000:]
