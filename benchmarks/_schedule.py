@@ -19,7 +19,7 @@ IN_AN_INCIDENT = ("freeze", "dump", "let-through", "dump-gather", "dump-write", 
 _APART = ("save-apart", "save-apart-named")
 _EVALUATION = ("evaluation", "evaluation-forward")
 _ELSEWHERE = (
-    *("start", "read", "copy", *_EVALUATION, "logging", "logger", "line", "finished"),
+    *("start", "read", "copy", *_EVALUATION, "logging", "logger", "line", "finished", "rollout"),
     *("exchanged", "updated", "activation"),  # of the comparison of holders (TTP_VERIFY_EVERY)
     *("save-background", *_APART, *ONLINE),
 )
