@@ -12,6 +12,7 @@ from typing import Any
 
 import adaptor
 from adaptor import patching
+from adaptor.patches import megatron_training  # noqa: F401 (declares the wrappers)
 
 flagscale = patching.Unit("flagscale", framework="flagscale", tested=">=0.8,<1")
 mindspeed_mm = patching.Unit("mindspeed-mm", framework="mindspeed_mm", tested=">=0.1")
