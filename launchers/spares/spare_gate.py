@@ -143,6 +143,7 @@ class SpareGate:
         self.gone: dict[int, AgentHello] = {}
         self.store: Endpoint | None = None
         self._turn = asyncio.Event()
+        self._has_waited = False  # in this turn, for spares that did not come
         self._arrived = asyncio.Event()
         self._next_gates: dict[int, Gate] = {}  # by node
 
@@ -154,6 +155,7 @@ class SpareGate:
                 stays. The flags of a spare that waits here may still name the lost store.
         """
         self.store = store or self.store
+        self._has_waited = False
         self._turn.set()
 
     def end_turn(self) -> None:
@@ -164,12 +166,16 @@ class SpareGate:
             spare.writer.close()
 
     async def await_spares(self, count: int, limit_s: float) -> None:
-        """Wait until `count` spares are there, at most `limit_s` seconds."""
-        with contextlib.suppress(asyncio.TimeoutError):
+        """Wait for `count` spares, at most `limit_s` seconds; not again after a wait in vain."""
+        if self._has_waited:
+            return
+        try:
             async with deadline(limit_s):
                 while self.waiting < count:
                     self._arrived.clear()
                     await self._arrived.wait()
+        except asyncio.TimeoutError:
+            self._has_waited = True
 
     async def open(self, address: str) -> Invitation:
         """Listen from now on; return the invitation.

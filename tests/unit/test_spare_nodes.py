@@ -429,6 +429,19 @@ def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
     assert places.gate(2) == Gate("node of term 2", "an invitation")
 
 
+def test_spares_that_did_not_come_are_not_awaited_again(settings: config.Config) -> None:
+    """First an online recovery needs them, then the restart."""
+
+    async def work() -> None:
+        gate = _gate(settings)
+        gate.begin_turn()
+        await gate.await_spares(1, 0.01)
+        with pytest.raises(StopIteration):  # it returns without a wait
+            gate.await_spares(1, waiting.LONG_S).send(None)
+
+    asyncio.run(work())
+
+
 def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: config.Config) -> None:
     """All workers have started again, and node 0 has the controller; the spare goes to its gate."""
 
