@@ -246,7 +246,7 @@ def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:backward_step",
-    why="after the first backward pass the buffers have the gradients of one micro-batch; it is timed",
+    why="after the first backward pass the buffers have the gradients of one micro-batch; the pass is timed",
     accepts="(...)",
     optional=True,
 )
@@ -261,7 +261,7 @@ def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:forward_step",
-    why="a repeated micro-batch has the share in the loss that it had in its step; it is timed",
+    why="a repeated micro-batch has the share in the loss that it had in its step; the pass is timed",
     accepts="(forward_step_func, data_iterator, model, num_microbatches, ...)",
     optional=True,
 )
@@ -278,6 +278,7 @@ def losses_are_divided_alike(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 
 def _timed(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    """Call a forward or backward pass, and count its seconds for the search of a slow rank."""
     worker = runtime.of_this_process()
     if not isinstance(worker, runtime.Runtime):
         return wrapped(*args, **kwargs)

@@ -357,7 +357,7 @@ class Controller:
         verdict = end.verdict
         if not self._awaited_nodes.has_told(end.node, time_now):
             return []
-        if end.is_engaged:
+        if end.has_acted:
             self._failures.was_interrupted = True
         if verdict is not None and self.verdict is None:
             lost = tuple(sorted(self.membership.lost)) or (0,)

@@ -59,7 +59,7 @@ STANDBYS = 3
 
 
 def stands_by(node: int) -> bool:
-    """Return True if `node`, which has not the controller, stands by for it."""
+    """Return True if `node` stands by for the controller, where another node has the controller."""
     return node <= STANDBYS
 
 
@@ -162,7 +162,7 @@ class Succession:
         self.term = term
         # The term of the newest controller after whose recovery no node was lost.
         self._base = term
-        self._is_engaged = False
+        self._has_acted = False
         self.verdict: Verdict | None = None
 
     @property
@@ -188,7 +188,7 @@ class Succession:
     @property
     def all_again(self) -> list[FromAgent]:
         """Return the messages for a new controller."""
-        return [*self.said, ReplayComplete(self._node, self.verdict, self._is_engaged)]
+        return [*self.said, ReplayComplete(self._node, self.verdict, self._has_acted)]
 
     def accept(self, order: ControllerToAgent) -> bool:
         """Return True if the agent has to obey `order`; False if it is for this class, or outdated."""
@@ -209,11 +209,11 @@ class Succession:
                 self.verdict = order
             case Recovered():
                 self.said = _without_what_is_over(self.said, order)
-                self._base, self._is_engaged = self.term, False
+                self._base, self._has_acted = self.term, False
             case Replace() | Prepare() | Publish():
-                self._is_engaged = True
+                self._has_acted = True
             case Addressed(message=message) if not isinstance(message, _HARMLESS):
-                self._is_engaged = True
+                self._has_acted = True
         return True
 
     @property

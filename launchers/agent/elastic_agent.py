@@ -90,7 +90,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._places: Places | None = None
         # After an online recovery of the loss of node 0.
         self._store_endpoint = place.store if place is not None and place.incident else None
-        self._gate_home: int | None = None  # the node with the first gate
+        self._gate_home: int | None = None  # the node of the controller, to whose gate this node has come
         self._own_store: Endpoint | None = None  # of a spare node in the place of node 0
         self._interrupted = False
         self._end_requests = EndRequests()

@@ -257,13 +257,12 @@ class Node:
             self.control.gate.begin_turn(store if 0 in client.succession.lost_homes else None)
         return store
 
-    def open_gate(self, common: SpareHello, host: str, *, is_first: bool) -> Gate:
+    def open_gate(self, common: SpareHello, host: str) -> Gate:
         """Open the gate for spare nodes, unless it is open.
 
         Args:
             common: the facts that spare nodes must share with this node.
             host: the address of this node.
-            is_first: whether this node has the controller: its gate serves spare nodes from now on.
         """
         if self.control.gate is None:
             kind, lose_absent = credentials.kind_of(self._config), self.control.lose_absent
@@ -272,7 +271,7 @@ class Node:
         gate, client = self.control.gate, self.control.client
 
         def turn() -> None:
-            if is_first or (client is not None and client.controller_host is not None):
+            if client is not None and client.controller_host is not None:
                 gate.begin_turn()
             else:
                 gate.end_turn()
@@ -283,7 +282,7 @@ class Node:
     def come_to_gate(
         self, places: Places, common: SpareHello, host: str, ranks: tuple[int, ...], taken: Taken | None
     ) -> None:
-        """Open a gate at the controller and on nodes that stand by; connect other nodes to the first gate.
+        """Open a gate at the controller and on nodes that stand by; connect the others to the controller's.
 
         Args:
             places: tell other nodes of the gate of the node with the controller.
@@ -296,10 +295,10 @@ class Node:
         assert client is not None
         if client.controller_host is not None:
             address = client.address if node else host
-            places.announce(self.open_gate(common, address, is_first=True), client.succession.term)
+            places.announce(self.open_gate(common, address), client.succession.term)
             return
         if stands_by(node):
-            own_gate = self.open_gate(common, client.address, is_first=False)
+            own_gate = self.open_gate(common, client.address)
         gate = taken.gate if taken is not None else places.gate(client.succession.term)
         if gate is not None:
             self.stay_at_gate(gate, node, ranks, taken, own_gate)
@@ -312,7 +311,7 @@ class Node:
         taken: Taken | None = None,
         own_gate: Gate | None = None,
     ) -> None:
-        """Keep a connection to the first gate for the life of this process: without it the node is lost.
+        """Keep a connection to the controller's gate while this process lives: without it the node is lost.
 
         Args:
             taken: the place that this spare node has taken, with its connection; None for other nodes.

@@ -137,7 +137,7 @@ async def watch(
     loop = asyncio.get_running_loop()
     last = 0
     hang_detector, is_still = HangDetector(node, hang_s), False
-    compute_times, told_at = ComputeTimes(node, {}), 0.0
+    compute_times, reported_at = ComputeTimes(node, {}), 0.0
     while workers.boards is not None:
         await asyncio.sleep(PROGRESS_S)
         boards = workers.read()
@@ -151,9 +151,10 @@ async def watch(
         for message in starting():
             report(message)
         seconds = workers.compute_times()
-        is_due = loop.time() - told_at >= COMPUTE_TIMES_S and _differ(compute_times.seconds, seconds)
+        has_waited = loop.time() - reported_at >= COMPUTE_TIMES_S
+        is_due = has_waited and _have_changed(compute_times.seconds, seconds)
         if is_due or seconds.keys() - compute_times.seconds.keys():
-            compute_times, told_at = ComputeTimes(node, seconds), loop.time()
+            compute_times, reported_at = ComputeTimes(node, seconds), loop.time()
             report(compute_times)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
@@ -161,8 +162,9 @@ async def watch(
             report(Progress(node, total))
 
 
-def _differ(told: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
-    return any(abs(seconds[rank] - told[rank]) > told[rank] / 10 for rank in told.keys() & seconds.keys())
+def _have_changed(reported: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
+    ranks = reported.keys() & seconds.keys()
+    return any(abs(seconds[rank] - reported[rank]) > reported[rank] / 10 for rank in ranks)
 
 
 class WorkerNews:

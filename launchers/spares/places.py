@@ -49,8 +49,8 @@ class Places:
             return bytes(self._store.get(key))
 
         try:
-            encoded = wait_for(read, lambda: "the gate for spare nodes, on node 0", limit_s=OPENED_S)
-        except (RuntimeError, SilentStoreError):  # node 0 is lost, or does not answer
+            encoded = wait_for(read, lambda: "the gate for spare nodes, at the controller", limit_s=OPENED_S)
+        except (RuntimeError, SilentStoreError):  # the node of the store is lost, or does not answer
             return None
         return msgspec.json.decode(encoded, type=Gate)
 

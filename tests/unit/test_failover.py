@@ -116,7 +116,7 @@ def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> No
         known.accept(Addressed(4, message))
         assert known.all_again == [ReplayComplete(2)]
     known.accept(Addressed(4, EndScript(1)))
-    assert known.all_again == [ReplayComplete(2, is_engaged=True)]
+    assert known.all_again == [ReplayComplete(2, has_acted=True)]
     known.accept(Recovered(1, 5, "as it was"))
     known.accept(Addressed(4, Proceed(1, 5)))
     assert known.all_again == [ReplayComplete(2)]
@@ -213,18 +213,18 @@ def test_the_next_controller_knows_the_hosts(failed: int) -> None:
     assert (controller.verdict.fault.ranks[0], controller.verdict.fault.host) == (failed, f"host{failed}")
 
 
-@pytest.mark.parametrize("is_engaged", [False, True])
-def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(is_engaged: bool) -> None:
+@pytest.mark.parametrize("has_acted", [False, True])
+def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(has_acted: bool) -> None:
     """What the lost controller had ordered may still be at work on the node of rank 1."""
     job = Controller(2, 120.0, ("store", 1, b""), term=1, online_s=60.0)
     layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same", False, "") for rank in range(2)]
     job.succeed([*(AgentHello(node, (node,)) for node in range(2)), *layouts], [1], 0.0)
-    said = (AgentHello(1, (1,)), Hello(1, 1001), ReplayComplete(1, None, is_engaged))
+    said = (AgentHello(1, (1,)), Hello(1, 1001), ReplayComplete(1, None, has_acted))
     for message in (*said, AgentLost(0)):
         job.handle(message, 0.0)
     assert job.incident is not None
     orders = job.handle(Frozen(1, job.incident.number, BoardRecord(1, 1001, Phase.RUNNING, 4, 4, 4)), 0.1)
-    assert any(isinstance(order, FillPlaces) for _, order in orders) == (not is_engaged)
+    assert any(isinstance(order, FillPlaces) for _, order in orders) == (not has_acted)
 
 
 def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:

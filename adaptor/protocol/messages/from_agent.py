@@ -164,13 +164,13 @@ class PlacesFilled(Message, frozen=True):
 class ReplayComplete(Message, frozen=True):
     """The agent of `node` has repeated to a new controller all its reports to the lost controller.
 
-    `verdict`: the verdict that the agent had received, which stands. `is_engaged`: the lost controller had
+    `verdict`: the verdict that the agent had received, which stands. `has_acted`: the lost controller had
     given orders on this node that change more than a closed door: a save, a replacement, a recovery.
     """
 
     node: Number
     verdict: Verdict | None = None
-    is_engaged: bool = False
+    has_acted: bool = False
 
 
 FromAgent = (
