@@ -21,14 +21,13 @@ import psutil
 
 from adaptor.protocol.records import unix
 from demo.runs import end_tree
-from tests.faults import inject
+from tests.faults import inject, warm
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.frameworks import args, prepare, record
 
 RANKS = 4
 HERE = Path(__file__).resolve().parent
-WARM = _bench.ROOT / "tests/faults/warm.py"
 TRAIN_CORE = _bench.ROOT / "tests/frameworks/train_core.py"
 # Of the user's shell: kept out of what is measured.
 _SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
@@ -53,6 +52,12 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
+
+
+class _Warm(warm.Warm):
+    """A launcher in a fork of the benchmark's starter; should the benchmark be killed, it gets a SIGTERM."""
+
+    ends_with_asker = True
 
 
 class Job:
@@ -111,8 +116,10 @@ class Job:
             name, module = "torchrun", "torch.distributed.run"
             if instances > 1 and library is None:
                 extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
-        launch = [str(WARM), name] if warm else ["-m", module]
-        self._command = [sys.executable, *launch, *(["--ttp-device", "cpu"] if adaptor else [])]
+        self._start = _Warm if warm else subprocess.Popen
+        launch = [sys.executable, "-m", module]
+        self._launch = [str(Path(sys.executable).with_name(name))] if warm else launch
+        self._command = ["--ttp-device", "cpu"] if adaptor else []
         self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:
@@ -177,16 +184,17 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
         for node in range(self._nodes):
-            command = list(self._command)
+            command = list(self._launch)
             if self._nodes > 1:
                 address = self._network.address if self._network is not None else "127.0.0.1"
                 there = ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
-                command[3:3] = there
+                command += there
+            command += self._command
             if self._network is not None:
                 command = [*self._network.command(node), *command]
             with (self.log if node == 0 else self.log.with_name(f"log{node}")).open("ab") as log:
                 self._agents.append(
-                    subprocess.Popen(
+                    self._start(
                         command,
                         env=self._environment,
                         stdin=subprocess.DEVNULL,

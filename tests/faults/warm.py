@@ -11,7 +11,6 @@ it, in a session of its own, with the environment that it was given.
 - A launcher's fork has a starter of its own, forked before anything else, and its workers and their spares
   come from there.
 - `WithStarter` is a fork with such a starter for a process that uses `Warm`: the workers of pytest-xdist.
-- `warm.py ttprun|torchrun ARGUMENTS` does the same for one launcher, without a test.
 
 A fork is only safe of a process with one thread, so it is not the asking process that forks. What a starter
 forks is handed over by the kernel, as an orphan to the nearest ancestor that takes orphans.
@@ -114,6 +113,7 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
 
     starter: socket.socket
     gets_starter = False
+    ends_with_asker = False
     _one_at_a_time = threading.Lock()
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
@@ -125,6 +125,7 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
             "environment": dict(os.environ if environment is None else environment),
             "folder": str(cwd or Path.cwd()),
             "gets_starter": self.gets_starter,
+            "ends_with_asker": self.ends_with_asker,
         }
         descriptors = [
             own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))
@@ -263,6 +264,8 @@ def _serve(connection: socket.socket) -> Callable[[], None]:
 def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], None]:
     """Become the process that was asked for. Returns what it is to do."""
     os.setsid()
+    if request["ends_with_asker"]:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -494,9 +497,7 @@ def main() -> Callable[[], None]:
     _keep_the_operators()
     gc.freeze()  # a collection would write to, and so copy, every page that is shared
     _take_huge_pages()
-    if sys.argv[1] == "--serve":
-        return _serve(socket.socket(fileno=int(sys.argv[2])))
-    return _launcher(sys.argv[1], sys.argv[1:])
+    return _serve(socket.socket(fileno=int(sys.argv[2])))
 
 
 def _keep_the_operators() -> None:
