@@ -261,7 +261,7 @@ def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:forward_step",
-    why="a repeated micro-batch has the share in the loss that it had in its step; the pass is timed",
+    why="a repeated micro-batch has the share in the loss that it had in its step; time and tokens count",
     accepts="(forward_step_func, data_iterator, model, num_microbatches, ...)",
     optional=True,
 )
@@ -274,6 +274,9 @@ def losses_are_divided_alike(wrapped: Any, instance: Any, args: Any, kwargs: Any
                 kwargs = {**kwargs, "num_microbatches": number}
             else:
                 args = (*args[:3], number, *args[4:])
+    worker = runtime.of_this_process()
+    if args and isinstance(worker, runtime.Runtime):
+        args = (worker.session.pace.counting_tokens(args[0]), *args[1:])
     return _timed(wrapped, args, kwargs)
 
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptor import descriptors
-from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
+from adaptor.protocol.messages import BoardRecord, ComputeTime, Phase, ScriptStage
 
 # A pthread_mutex_t has 40 to 48 bytes.
 LIFELINE_SIZE = 64
@@ -99,7 +99,7 @@ _RECORD = struct.Struct("<qqqqqqqqdddqqd256s")
 USES = ("steps", "data", "evaluation", "save", "load", "other")
 _USE = {use: number for number, use in enumerate(USES)}
 _SPENT = 1024  # in a slot, behind the records
-_SPENT_END = _SPENT + 8 * (len(USES) + 1)  # the last: seconds of computation in a step
+_SPENT_END = _SPENT + 8 * (len(USES) + 2)  # the last two: a `ComputeTime`
 _LIFELINE = 2048  # behind that
 # behind the lifeline: a sequence number, and room for two texts with their lengths
 _KEPT = _LIFELINE + LIFELINE_SIZE
@@ -183,10 +183,14 @@ class BoardMemory:
         start = (self._slots[min(self._slots)] + _SPENT) // 8
         return [float(seconds) for seconds in self._seconds[start : start + len(USES)]]
 
-    def compute_times(self) -> dict[int, float]:
-        """Return the seconds of computation of each rank in a step; ranks without a measure are absent."""
+    def compute_times(self) -> dict[int, ComputeTime]:
+        """Return the compute time of each rank; ranks without a measure are absent."""
         places = {rank: (start + _SPENT) // 8 + len(USES) for rank, start in self._slots.items()}
-        return {rank: seconds for rank, place in places.items() if (seconds := self._seconds[place])}
+        return {
+            rank: ComputeTime(seconds, self._seconds[place + 1])
+            for rank, place in places.items()
+            if (seconds := self._seconds[place])
+        }
 
     def reset(self, rank: int) -> None:
         """Clear the slot of `rank` for the successor of a dead process; kept data stays."""
@@ -279,9 +283,10 @@ class Board:
         """Add to the seconds of one of `USES`, or of "other"; main thread only."""
         self._spent_there[_USE.get(use, _USE["other"])] += seconds
 
-    def compute(self, seconds: float) -> None:
-        """Publish the usual seconds of forward and backward passes in a step; main thread only."""
-        self._spent_there[len(USES)] = seconds
+    def compute(self, seconds: ComputeTime) -> None:
+        """Publish the usual seconds of forward and backward passes; main thread only."""
+        self._spent_there[len(USES) + 1] = seconds.of_token  # first: a reader may come between
+        self._spent_there[len(USES)] = seconds.of_step
 
     def keep(self, data: bytes) -> None:
         """Keep `data` for the successor of this process; data too large clears the slot; main thread only."""

@@ -9,10 +9,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from adaptor import context
 from adaptor.protocol.board import Board
+from adaptor.protocol.messages import ComputeTime
 from adaptor.waits import Waits
 
 _T = TypeVar("_T")
@@ -48,7 +49,8 @@ class Pace:
         self._took: deque[float] = deque(maxlen=RECENT)
         self._unusual = UNUSUAL
         self._computed = 0.0  # seconds of the forward and backward passes of the running step
-        self._compute_times: deque[float] = deque(maxlen=RECENT)
+        self._tokens = 0  # in the forward passes of the running step; 0: unknown
+        self._compute_times: deque[ComputeTime] = deque(maxlen=RECENT)
         self._first = 0.0  # seconds of the slowest of the first steps of a process
         self._knows_first = False  # the duration came from another process
         self._in_phases = 0.0  # seconds of the running step
@@ -62,6 +64,7 @@ class Pace:
     def begin_step(self, step: int) -> None:
         self._begun = time.monotonic()
         self._in_phases = self._computed = 0.0
+        self._tokens = 0
         self._waited_before = self._waited
         self._board.enter(step)
 
@@ -81,8 +84,10 @@ class Pace:
             self._first = max(self._first, took)
         else:
             self._took.append(took)
-            self._compute_times.append(self._computed)
-            self._board.compute(statistics.median(self._compute_times))
+            of_token = self._computed / self._tokens if self._tokens else 0.0
+            self._compute_times.append(ComputeTime(self._computed, of_token))
+            of_steps, of_tokens = zip(*self._compute_times, strict=True)
+            self._board.compute(ComputeTime(statistics.median(of_steps), statistics.median_low(of_tokens)))
         self._board.leave(self._slowest)
 
     def abandon_step(self) -> None:
@@ -128,6 +133,24 @@ class Pace:
         result = act()
         self._computed += time.monotonic() - waits.seconds - begun_at
         return result
+
+    def counting_tokens(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward`, with its tokens counted in the running step.
+
+        Args:
+            forward: returns its output first: losses of shape [batch, sequence], or activations of shape
+                [sequence, batch, hidden] or logits of shape [batch, sequence, vocabulary]. The tokens of
+                another output are unknown.
+        """
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            shape: tuple[int, ...] = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
+            if len(shape) in (2, 3):
+                self._tokens += shape[0] * shape[1]
+            return result
+
+        return counted
 
     def wait_for_data(self, read: Callable[[], _T]) -> _T:
         """Call `read`, which waits for the next batch; in a phase the time belongs to the phase."""

@@ -32,6 +32,7 @@ from adaptor.protocol.messages import (
     BoardRecord,
     BusyProbe,
     BusyReport,
+    ComputeTime,
     Died,
     Dying,
     Freeze,
@@ -184,8 +185,8 @@ class Workers:
         """Return the uses of time of the lowest rank, dead or alive; None without boards."""
         return self.boards.spent() if self.boards is not None else None
 
-    def compute_times(self) -> dict[int, float]:
-        """Return the seconds that each rank computes in a step; see `BoardMemory.compute_times`."""
+    def compute_times(self) -> dict[int, ComputeTime]:
+        """Return the compute time of each rank; see `BoardMemory.compute_times`."""
         return self.boards.compute_times() if self.boards is not None else {}
 
     @property

@@ -21,6 +21,7 @@ from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.protocol.messages import (
     AgentTerminationRequested,
     BoardRecord,
+    ComputeTime,
     ComputeTimes,
     Died,
     Dying,
@@ -150,11 +151,11 @@ async def watch(
             report(stall_change)
         for message in starting():
             report(message)
-        seconds = workers.compute_times()
+        times = workers.compute_times()
         has_waited = loop.time() - reported_at >= COMPUTE_TIMES_S
-        is_due = has_waited and _have_changed(compute_times.seconds, seconds)
-        if is_due or seconds.keys() - compute_times.seconds.keys():
-            compute_times, reported_at = ComputeTimes(node, seconds), loop.time()
+        is_due = has_waited and _have_changed(compute_times.times, times)
+        if is_due or times.keys() - compute_times.times.keys():
+            compute_times, reported_at = ComputeTimes(node, times), loop.time()
             report(compute_times)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
@@ -162,9 +163,10 @@ async def watch(
             report(Progress(node, total))
 
 
-def _have_changed(reported: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
-    ranks = reported.keys() & seconds.keys()
-    return any(abs(seconds[rank] - reported[rank]) > reported[rank] / 10 for rank in ranks)
+def _have_changed(reported: Mapping[int, ComputeTime], times: Mapping[int, ComputeTime]) -> bool:
+    ranks = reported.keys() & times.keys()
+    pairs = [pair for rank in ranks for pair in zip(reported[rank], times[rank], strict=True)]
+    return any(abs(now - before) > before / 10 for before, now in pairs)
 
 
 class WorkerNews:

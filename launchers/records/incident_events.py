@@ -29,6 +29,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
+    ComputeTime,
     ComputeTimes,
     Corruption,
     Died,
@@ -116,7 +117,7 @@ class IncidentReport:
         self.failed_saves = 0  # of the framework, one after the other
         self.failed_save = ""  # the newest failed save, with its reason
         self.drilled: tuple[int, float, str] | None = None  # step, time and problem of the newest drill
-        self.compute_times: dict[int, float] = {}  # seconds in a step, by rank, in this generation
+        self.compute_times: dict[int, ComputeTime] = {}  # by rank, in this generation
         self._open_steps = OpenSteps()
         self.path = ""  # the path of the last report
         self.last_id: str | None = None
@@ -148,8 +149,8 @@ class IncidentReport:
                 self._record_save(step, reason, time_now)
             case Drilled(step=step, lost=lost, problem=problem):
                 self.drilled = (step, time_now, f"without rank {lost}: {problem}" if problem else "")
-            case ComputeTimes(seconds=seconds):
-                self.compute_times = self.compute_times | seconds
+            case ComputeTimes(times=times):
+                self.compute_times = self.compute_times | times
             case Verified():
                 line = self._open_steps.add(message, records.utc(time_now))
                 if line is not None:

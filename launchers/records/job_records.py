@@ -26,7 +26,7 @@ from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles, StepTimer, TimeUses
 from adaptor.launchers.records.log import tell_error
-from adaptor.protocol.messages import BoardRecord, Layout, Share
+from adaptor.protocol.messages import BoardRecord, ComputeTime, Layout, Share
 from adaptor.protocol.records import Notice, Status, utc
 
 
@@ -159,7 +159,7 @@ class JobStatus:
         self.script = ""
         self._holders: tuple[object, int | None] = (None, None)  # the members, and their holders
         # The times that were compared last, and the slow rank with its score.
-        self._slow: tuple[Mapping[int, float], tuple[int, float] | None] = ({}, None)
+        self._slow: tuple[Mapping[int, ComputeTime], tuple[int, float] | None] = ({}, None)
         self._trains = 0  # the newest generation whose ranks all train
 
     def look(
@@ -257,7 +257,7 @@ class JobStatus:
             self._slow = (times, self._slow[1])
             self._files.calculate(partial(self._find_slow, times, dict(members.layouts)))
 
-    def _find_slow(self, times: Mapping[int, float], layouts: Mapping[int, Layout]) -> None:
+    def _find_slow(self, times: Mapping[int, ComputeTime], layouts: Mapping[int, Layout]) -> None:
         parts = {
             rank: next((share.group for share in layout.shares if share.can_write), "")
             for rank, layout in layouts.items()
@@ -304,12 +304,15 @@ def _state_of(controller: Controller) -> State:
     return "training" if len(members.layouts) == members.world_size else "starting"
 
 
-def slow_rank(times: Mapping[int, float], parts: Mapping[int, str]) -> tuple[int, float] | None:
+def slow_rank(times: Mapping[int, ComputeTime], parts: Mapping[int, str]) -> tuple[int, float] | None:
     """Return the rank that computes longest in comparison with its peers, with the ratio to the median; None
     if no ratio is `SLOW` or more.
 
+    A rank is slow in the whole step and for each token: more tokens explain a longer step, and a few tokens
+    take longer each.
+
     Args:
-        times: seconds of computation in a step, by rank.
+        times: of computation, by rank.
         parts: the part of the model of each rank; ranks with the same part are peers.
     """
     peers: dict[str, list[int]] = {}
@@ -317,8 +320,13 @@ def slow_rank(times: Mapping[int, float], parts: Mapping[int, str]) -> tuple[int
         peers.setdefault(parts[rank], []).append(rank)
     scores: dict[int, float] = {}
     for ranks in peers.values():
-        usual = statistics.median_low(times[rank] for rank in ranks)
-        scores |= {rank: times[rank] / usual for rank in ranks}
+        of_step, of_token = (
+            statistics.median_low(each) for each in zip(*(times[rank] for rank in ranks), strict=True)
+        )
+        for rank in ranks:
+            scores[rank] = times[rank].of_step / of_step
+            if of_token and (seconds := times[rank].of_token):
+                scores[rank] = min(scores[rank], seconds / of_token)
     slowest = max(scores, key=scores.__getitem__, default=None)
     return (slowest, scores[slowest]) if slowest is not None and scores[slowest] >= SLOW else None
 

@@ -32,6 +32,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentTerminationRequested,
     BoardRecord,
+    ComputeTime,
     ComputeTimes,
     Died,
     Drilled,
@@ -562,9 +563,9 @@ def test_the_status_names_a_rank_that_computes_longer_than_its_peers(
     job = Watched(tmp_path)
     job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
     job.hears(*(Layout(rank, (Share("g", 0, 1),), "/save", 0, "") for rank in (0, 1)))
-    job.report.record_message(0, ComputeTimes(0, {0: 0.5, 1: 0.55}))
+    job.report.record_message(0, ComputeTimes(0, {0: ComputeTime(0.5), 1: ComputeTime(0.55)}))
     assert [job.look(step, step).slow_rank for step in (5, 6)] == [None, None]
-    job.report.record_message(0, ComputeTimes(0, {1: 0.8}))
+    job.report.record_message(0, ComputeTimes(0, {1: ComputeTime(0.8)}))
     job.look(7, 7)
     status = job.look(8, 8)
     assert (status.slow_rank, status.slow_score) == (1, 1.6)
@@ -575,10 +576,21 @@ def test_the_status_names_a_rank_that_computes_longer_than_its_peers(
 def test_ranks_with_another_part_of_the_model_are_no_measure() -> None:
     """The last stage of a pipeline computes longer than the first."""
     parts = {0: "first", 1: "first", 2: "first", 3: "last", 4: "last"}
-    times = {0: 1.0, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.1}
+    seconds = {0: 1.0, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.1}
+    times = {rank: ComputeTime(of_step) for rank, of_step in seconds.items()}
     assert job_records.slow_rank(times, parts) == (2, 1.5)
-    assert job_records.slow_rank({3: 2.0, 4: 2.1}, parts) is None
-    assert job_records.slow_rank({0: 1.0, 3: 9.0}, parts) is None, "each has no peer"
+    assert job_records.slow_rank({rank: times[rank] for rank in (3, 4)}, parts) is None
+    assert job_records.slow_rank({rank: times[rank] for rank in (0, 3)}, parts) is None, "each has no peer"
+
+
+def test_a_rank_with_more_tokens_or_with_few_of_them_is_not_slow() -> None:
+    parts = dict.fromkeys(range(4), "")
+    usual = {0: ComputeTime(1.0, 0.010), 1: ComputeTime(1.0, 0.010)}
+    many_tokens, few_tokens = ComputeTime(2.0, 0.011), ComputeTime(0.5, 0.016)
+    assert job_records.slow_rank({**usual, 2: many_tokens, 3: few_tokens}, parts) is None
+    slow = {**usual, 2: many_tokens, 3: ComputeTime(3.0, 0.015)}
+    assert job_records.slow_rank(slow, parts) == (3, 1.5)
+    assert job_records.slow_rank({**usual, 2: ComputeTime(1.5)}, parts) == (2, 1.5), "tokens are unknown"
 
 
 def test_a_log_folder_that_cannot_be_written_is_told_of_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from adaptor import context
 from adaptor.controller.hang_detector import OVERLONG, PHASE_FACTOR, HangDetector, hang
@@ -65,9 +66,26 @@ def test_a_wait_for_another_rank_is_no_computation(memory: BoardMemory, clock: C
             pace.compute(lambda: forward(0.5, 3.0))
         clock.now += 4.0  # in the reduction of gradients
         pace.end_step()
-        assert memory.compute_times() == ({} if number <= UNUSUAL else {1: 1.0})
+        assert memory.compute_times() == ({} if number <= UNUSUAL else {1: (1.0, 0.0)})
     memory.reset(1)
     assert memory.compute_times() == {}
+
+
+def test_ranks_with_batches_of_other_lengths_compute_alike_for_each_token(
+    memory: BoardMemory, clock: Clock
+) -> None:
+    def forward(shape: tuple[int, ...]) -> tuple[torch.Tensor, None]:
+        clock.now += 0.5 * shape[0] * shape[1]
+        return torch.empty(shape), None
+
+    for number, shape in ((0, (4, 1, 8)), (1, (3, 4))):  # activations; losses of more tokens
+        _, pace = rank(memory, number)
+        for count in range(1, UNUSUAL + 3):
+            pace.begin_step(count)
+            for _ in range(2):
+                pace.compute(lambda pace=pace, shape=shape: pace.counting_tokens(forward)(shape))
+            pace.end_step()
+    assert memory.compute_times() == {0: (4.0, 0.5), 1: (12.0, 0.5)}
 
 
 def phase(pace: Pace, clock: Clock, seconds: float) -> None:

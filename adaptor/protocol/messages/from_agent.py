@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from adaptor.protocol.messages.from_worker import FromWorker
 from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Number, Status, Verdict
 
@@ -96,11 +98,21 @@ class Progress(Message, frozen=True):
     total: int
 
 
+class ComputeTime(NamedTuple):
+    """The usual seconds of the forward and backward passes of a rank, in a step and for a token.
+
+    `of_token`: 0 if the number of tokens is unknown.
+    """
+
+    of_step: float
+    of_token: float = 0.0
+
+
 class ComputeTimes(Message, frozen=True):
-    """The usual seconds of the forward and backward passes of each rank of the node in a step."""
+    """The compute time of each rank of the node."""
 
     node: Number
-    seconds: dict[Number, float]
+    times: dict[Number, ComputeTime]
 
 
 class Starting(Message, frozen=True):
