@@ -10,7 +10,9 @@ With `--at-doors N` N changes of one or many bits are made in each layout at the
 rest, of the result of an update, of gradients, weights, and of what a load or a save has. Each change is made
 in the memory of the training job; the rank's own checksums are taken again, and what the product decides from
 the checksums of all ranks is noted; then the bits are put back. The job must go on bitwise like the job
-without changes, whose `--steps` steps are compared, too.
+without changes, whose `--steps` steps are compared, too. With `--at-doors 0` nothing is changed: a job of the
+smallest model compares its holders in each of `--steps` steps, and must give no alarm and the same losses and
+norms, bit for bit, as the framework without the adaptor.
 """
 
 from __future__ import annotations
@@ -169,6 +171,10 @@ def judge(result: Ended, flips: list[Flip]) -> dict[Flip, str]:
 
 
 _DOORS = 10
+_SMALLEST = (
+    "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    " --log-interval 1000000 --save-interval 1000000"
+)
 
 
 def at_doors(layout: Layout, count: int, steps: int, seed: int) -> tuple[Answers, int]:
@@ -198,11 +204,33 @@ def at_doors(layout: Layout, count: int, steps: int, seed: int) -> tuple[Answers
     return answers, steps - 1
 
 
+def undisturbed(layout: Layout, steps: int, seed: int) -> int:
+    """Compare the holders in each of `steps` steps without a change; return the number of compared steps."""
+    batch = layout.data_parallel_size * layout.pp
+    sizes = f"{_SMALLEST} --num-layers {layout.pp} --global-batch-size {batch} --seed {seed}".split()
+    with tempfile.TemporaryDirectory(prefix="ttp-corruption-") as folder:
+        checked = train(Path(folder) / "checked", layout, steps, [], arguments=tuple(sizes))
+        job = replace(
+            checked.job, out=Path(folder) / "plain", launcher="torchrun", save=None, options=(), restarts=0
+        )
+        plain = harness.run(job)
+    assert plain.code == 0, plain.log[-3000:]
+    assert not re.search("is corrupt|no step is verified", checked.log), checked.said
+    expected = figures(plain)
+    assert len(expected) == steps * layout.processes
+    assert figures(checked) == expected, f"{layout.name}: not bitwise"
+    return steps - 1
+
+
 def write_doors(parsed: argparse.Namespace, benchmark: Benchmark) -> None:
     """Make the changes at the doors of each layout, and write the tables of all answers in the file."""
     parsed.answers.parent.mkdir(parents=True, exist_ok=True)
     for name in parsed.layouts:
-        answers, quiet = at_doors(CUTS[name], parsed.at_doors, parsed.steps, parsed.seed)
+        answers, quiet = (
+            at_doors(CUTS[name], parsed.at_doors, parsed.steps, parsed.seed)
+            if parsed.at_doors
+            else (Counter(), undisturbed(CUTS[name], parsed.steps, parsed.seed))
+        )
         with parsed.answers.open("a") as file:
             file.write(json.dumps([name, quiet, [[*key, number] for key, number in answers.items()]]) + "\n")
         print(f"{name}: {answers.total()} changes, {quiet} steps", flush=True)
@@ -246,13 +274,13 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(CUTS)[:8], choices=list(CUTS))
     parser.add_argument("--flips", type=int, default=24, help="of each job")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--at-doors", type=int, default=0, help="changes at the doors of each layout")
+    parser.add_argument("--at-doors", type=int, help="changes at the doors of each layout")
     parser.add_argument("--steps", type=int, default=30, help="of a job without changes, with --at-doors")
     parser.add_argument("--answers", type=Path, default=OUT / "changes.jsonl", help="of all runs")
     parser.add_argument("--write", type=Path)
     parsed = parser.parse_args()
     benchmark = Benchmark("corruption", vars(parsed))
-    if parsed.at_doors:
+    if parsed.at_doors is not None:
         write_doors(parsed, benchmark)
         return
     counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
