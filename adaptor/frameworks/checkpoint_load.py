@@ -179,20 +179,22 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
     difference, or without a comparison.
     """
     from adaptor.frameworks import megatron_lm
+    from adaptor.replica.group import gather_values
     from adaptor.verification import save_check
 
     step = loaded[0] if isinstance(loaded, tuple) else 0
     if not args.load or optimizer is None or getattr(args, "finetune", False):
         return step, ""
-    chosen = getattr(args, "ckpt_step", None)
+    chosen, archived = getattr(args, "ckpt_step", None), megatron_restart.archived_step()
     if adapter_base.is_filtered(args) or getattr(args, "load_model_opt_format", False):
         if not step:
             return step, ""
-        chosen = step  # these loads have no step of their own, or ignore the option
+        chosen = archived = step  # these loads have no step of their own, or ignore the option
     chosen, agreed = save_check.chosen_checkpoint(Path(args.load), chosen, step)
     folder = Path(args.load) / naming.final_name(chosen)
-    if step != chosen:
-        return chosen, f"{folder}: the ranks have loaded step {step}"
+    other_steps = set(gather_values(step and (archived or step))) - {chosen}  # 0: a release
+    if other_steps:
+        return chosen, f"{folder}: the ranks have loaded step {', '.join(map(str, sorted(other_steps)))}"
     if agreed is None:
         return step, ""
     state, place = megatron_lm.described(model, optimizer)

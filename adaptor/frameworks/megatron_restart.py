@@ -187,10 +187,12 @@ class _Loading:
 
     Attributes:
         args: of the framework, while its `load_checkpoint` is running; else None
+        archived: the step in the files of this rank that were loaded last; None: they name no step
     """
 
     def __init__(self, context: Context) -> None:
         self.args: Any = None
+        self.archived: int | None = None
 
 
 @contextlib.contextmanager
@@ -221,9 +223,22 @@ def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
             setattr(args, name, value)
 
 
+def archived_step() -> int | None:
+    """Return the step in the files that this rank has loaded last; None: they name no step.
+
+    In the format `torch` with the distributed optimizer the framework returns the step of the tracker instead.
+    """
+    return context.part(_Loading).archived
+
+
 def accept_what_is_missing(saved: Any) -> None:
-    """Let a restarted job load a regular save without the state that the job leaves out of saves."""
-    args = context.part(_Loading).args
+    """Let a restarted job load a regular save without the state that the job leaves out of saves.
+
+    The step in `saved` is kept for `archived_step`.
+    """
+    loading = context.part(_Loading)
+    args = loading.args
+    loading.archived = saved.get("iteration") if saved else None
     if args is None or not context.part(Generation).is_restart or not saved:
         return
     missing = [name for name in LEFT_OUT if getattr(saved.get("args"), name, None)]

@@ -109,6 +109,23 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     assert tracker.tracked_step(save) == ITERATIONS
 
 
+@pytest.mark.parametrize("layout", [DP2, DIST], ids=["torch", "torch_dist"])
+def test_a_tracker_that_is_ahead_of_the_files_is_not_believed(
+    layout: Layout, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Files of the framework, without a manifest: those of step 4 have the name of step 6."""
+    baseline, save = baseline_of(layout), tmp_path / "save"
+    for step, name in {2: 2, 4: 6}.items():
+        shutil.copytree(baseline.checkpoints / naming.final_name(step), save / naming.final_name(name))
+    (save / naming.TRACKER).write_text("6")
+    ended = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
+    assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if "have loaded step 4" in line]
+    assert line.startswith(f"[ttp] {save / naming.final_name(6)}: ")
+    assert line.endswith("kept in aside_iter_0000006.1; the newest intact checkpoint is step 2")
+    _assert_goes_on_from(2, ended, baseline)
+
+
 COMPARED = {"TTP_VERIFY_SAVES": "True"}
 
 
