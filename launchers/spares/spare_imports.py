@@ -117,7 +117,7 @@ def _next_worker(
                 return become.environment, streams
         agent.sendall(wire.frame(Forked(pid, reason)))
         if pid:
-            forks.wait()
+            forks.wait(agent)
 
 
 def _import_as_a_worker(order: Import, imports: _ImportsAsAWorker, arguments: list[str]) -> Ready:

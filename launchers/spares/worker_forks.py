@@ -146,10 +146,16 @@ class Forks:
         self._reader = reader
         return int(pid_text or b"0"), []
 
-    def wait(self) -> None:
-        """Wait until the newest fork has its streams: the fork and this process read the same socket."""
+    def wait(self, agent: socket.socket) -> None:
+        """Wait for the next order: the newest fork, which reads the same socket, has its streams by then.
+
+        A fork that has died before has left the streams in the socket; they are dropped.
+        """
         os.read(self._reader, 1)
         os.close(self._reader)
+        _, _, flags, _ = agent.recvmsg(1, 0, socket.MSG_PEEK)
+        if flags & socket.MSG_CTRUNC:  # with descriptors, for which this read has no place
+            agent.recv(1)
 
     @staticmethod
     def _fork_and_exit_parent() -> None:

@@ -23,7 +23,7 @@ import pytest
 from adaptor.launchers.agent import processes, worker_main
 from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
-from adaptor.launchers.spares import spare_pool
+from adaptor.launchers.spares import spare_pool, worker_forks
 from adaptor.launchers.spares.replacements import Replacements
 from adaptor.launchers.spares.spare_pool import MOST_DEATHS, Spare
 from adaptor.protocol import environment
@@ -777,6 +777,31 @@ def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Pa
         with pytest.raises(OSError, match="own reads MASTER_PORT while it is imported, and it has another"):
             spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(worker_forks.ForkedWorker):
+        def __init__(self, command: object, pid: int) -> None:
+            super().__init__(command, pid)
+            self.kill()
+            self.wait()
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        spare = await node.makes_a_spare()
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_forks, "ForkedWorker", Killed)
+            for _ in range(2):
+                spare.fork(node.environment(0, {}), node.log, node.log)
+        worker = spare.fork(node.environment(0, {}), node.log, node.log)
+        assert spare.process.poll() is None
+        worker.kill()
+        worker.wait()
 
     runs(tmp_path, act, spares=1)
 
