@@ -226,7 +226,7 @@ def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
 def archived_step() -> int | None:
     """Return the step in the files that this rank has loaded last; None: they name no step.
 
-    In the format `torch` with the distributed optimizer the framework returns the step of the tracker instead.
+    With the distributed optimizer in the format `torch` the framework returns the tracker's step instead.
     """
     return context.part(_Loading).archived
 
