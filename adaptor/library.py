@@ -367,6 +367,8 @@ def protect(
         )
     if not comes_new:
         trainee = describe(is_repeated=False)
+        if step:
+            state_comparison.compare_own_load(Path(save), step, trainee)
         trainee = copier.reserve(session, trainee)
         for hook in hooks.of_worker():
             hook.watch(trainee.state.model)

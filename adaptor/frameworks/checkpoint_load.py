@@ -16,7 +16,7 @@ from typing import Any
 from adaptor import context, hooks, output
 from adaptor.checkpoint import resume_check
 from adaptor.errors import ResumeError
-from adaptor.frameworks import adapter_base, megatron_restart
+from adaptor.frameworks import adapter_base, megatron_restart, state_comparison
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, HeldCopies
@@ -203,12 +203,7 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
     result = save_check.compare(
         folder, agreed, state, place.shares, has_optimizer=is_whole, random=random, peers=peers
     )
-    if result.not_compared and args.rank == 0:
-        output.tell(
-            f"[ttp] {folder}: the loaded state is not compared with the agreed state:"
-            f" {'; '.join(result.not_compared[:3])}",
-            to="stdout",
-        )
+    state_comparison.tell_not_compared(folder, result)
     if result.other_random_states and not result.problem and args.rank == 0:
         first, *more = result.other_random_states
         output.tell(

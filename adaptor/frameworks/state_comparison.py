@@ -1,5 +1,6 @@
 """Compares the state of a job of Megatron-LM (`adaptor.verification`): saves with the state in memory, the
-holders of a shard, repeated micro-batches, and drills. The load of a save: `checkpoint_load`.
+holders of a shard, repeated micro-batches, drills, and the load of a custom loop. The load of a save of
+Megatron-LM: `checkpoint_load`.
 
 The patches of every worker import this module. Modules with torch are imported at a save: the script imports
 torch first.
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from adaptor import context, output
 from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.protocol import naming
 from adaptor.worker import runtime
 
 if TYPE_CHECKING:
-    from adaptor.verification.save_check import SaveCheck
+    from adaptor.checkpoint.trainee import MegatronTrainee
+    from adaptor.verification.save_check import LoadResult, SaveCheck
 
 
 def agree(step: int) -> SaveCheck | None:
@@ -76,6 +79,42 @@ def require_written(folder: str | os.PathLike[str]) -> None:
     check = context.part(RegularSaves).check_in(Path(folder))
     if check is not None:
         check.require_written(Path(folder))
+
+
+def compare_own_load(save: Path, step: int, trainee: MegatronTrainee) -> None:
+    """Compare the state that a custom loop has loaded with the last words of `step`, if their manifest has an
+    agreed state; print a line if the states differ. Collective.
+
+    Args:
+        save: the folder of last words.
+        step: the last finished step, as the loop says.
+        trainee: of the rank.
+    """
+    from adaptor.verification import save_check
+
+    _, agreed = save_check.chosen_checkpoint(save, step, step)
+    if agreed is not None:
+        folder = save / naming.final_name(step)
+        result = save_check.compare(folder, agreed, trainee.state, trainee.shares, has_optimizer=True)
+        tell_not_compared(folder, result)
+        if result.problem and _is_first_rank():
+            output.tell(f"[ttp] {result.problem}: training goes on with what the script has loaded")
+
+
+def tell_not_compared(folder: Path, result: LoadResult) -> None:
+    """Print on rank 0 why the loaded state of a checkpoint is not compared with its agreed state."""
+    if result.not_compared and _is_first_rank():
+        output.tell(
+            f"[ttp] {folder}: the loaded state is not compared with the agreed state:"
+            f" {'; '.join(result.not_compared[:3])}",
+            to="stdout",
+        )
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    return dist.get_rank() == 0
 
 
 def attach(worker: runtime.Runtime) -> None:

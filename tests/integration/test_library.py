@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.checkpoint import manifest
 from adaptor.operations import job_reader
+from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Ended
 from tests.faults.library import train, undisturbed
@@ -131,15 +133,18 @@ def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
     """It counts its last step from that of the checkpoint, which the new process has not loaded."""
     save = ("--save", str(tmp_path / "save"), *STREAM)
     fault = "rank=1,step=6,phase=reduction,kind=exception"
-    ended = train(tmp_path / "first", *save, layout=DP2, faults=[fault])
+    compared = ("--ttp-verify-saves", "True")
+    ended = train(tmp_path / "first", *save, layout=DP2, faults=[fault], options=compared)
     assert ended.code == 1, ended.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 5)
+    assert manifest.read(tmp_path / "save" / naming.final_name(5)).state is not None
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
     job = (*save, "--further", "3")
     resumed = train(tmp_path / "resumed", *job, layout=DP2, restarts=1, faults=[fault], options=options)
     assert resumed.code == 0, resumed.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in resumed.log
+    assert not re.search("another state|is not compared", resumed.log), resumed.said
     outcome.assert_same_training(resumed, undisturbed("--stream", layout=DP2), range(6, ITERATIONS + 1))
 
 

@@ -371,6 +371,28 @@ def test_another_state_than_the_agreed_one_is_found_behind_a_load(
     assert agreed_state.in_words(found).startswith(found[0])
 
 
+@pytest.mark.usefixtures("group_of_one")
+def test_a_loop_of_its_own_that_has_loaded_another_state_has_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = _ranks(1)
+    said = manifest.Manifest.now(STEP, (), {}, 1, "", state=agree(STEP, _held(ranks)))
+    folder = tmp_path / naming.final_name(STEP)
+    folder.mkdir()
+    (folder / naming.MANIFEST).write_bytes(said.encode())
+
+    def lines_of(step: int) -> list[str]:
+        trainee: Any = SimpleNamespace(state=ranks[0].state, shares=_shares(0, 1))
+        state_comparison.compare_own_load(tmp_path, step, trainee)
+        return "".join(capfd.readouterr()).splitlines()
+
+    assert lines_of(STEP) == []
+    _left_out(ranks)
+    (line,) = lines_of(STEP)
+    assert "exp_avg of shard 0 of mp_rank_00 on rank 0: training goes on" in line
+    assert lines_of(STEP - 1) == [], "the script has loaded a save of its own"
+
+
 def test_a_job_of_another_size_compares_what_it_has_loaded() -> None:
     agreed = agree(STEP, _held(_ranks(4)))
     for count in (1, 2):
