@@ -82,7 +82,7 @@ class Newcomers:
     membership: Membership
     by_rank: dict[int, Newcomer] = field(default_factory=dict)
     ended_ranks: set[int] = field(default_factory=set)
-    _failures: Counter[int] = field(default_factory=Counter)
+    _failures: dict[int, list[str]] = field(default_factory=dict)
 
     def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
         """Return the ranks whose agents are to start a new process.
@@ -174,17 +174,20 @@ class Newcomers:
         for rank in ranks:
             self.by_rank[rank].has_failed = True
 
-    def count_failures(self, ranks: Iterable[int]) -> None:
+    def count_failures(self, ranks: Iterable[int], reason: str) -> None:
         """Count a failure of the new processes of `ranks` that no other rank has caused."""
         for rank in ranks:
             if not self.by_rank[rank].is_counted:
                 self.by_rank[rank].is_counted = True
-                self._failures[rank] += 1
+                self._failures.setdefault(rank, []).append(reason)
 
     @property
-    def failed_twice(self) -> bool:
-        """Return True if two new processes of one rank have failed by themselves."""
-        return any(count >= MOST_FAILURES for count in self._failures.values())
+    def failed_twice(self) -> str:
+        """Return why two new processes of one rank have failed by themselves, or ""."""
+        for reasons in self._failures.values():
+            if len(reasons) >= MOST_FAILURES:
+                return "; then ".join(dict.fromkeys(reasons))
+        return ""
 
     def speak_for(self, rank: int) -> bool:
         """Return True if messages of `rank` come from its new process: the former process has ended."""

@@ -162,6 +162,7 @@ class Regrouping:
             if self._attempts < MOST_ATTEMPTS and not self.newcomers.failed_twice:
                 orders = self._replace(self._writing.step, cold=cold)
                 return orders + self._tell_when_ready()
+            reason = self.newcomers.failed_twice or reason
             self._require_plan(self._writing.step)
         except CannotRegroupError as error:
             reason = f"{reason}; {error}"
@@ -234,8 +235,7 @@ class Regrouping:
         reason = f"the new process of rank {message.rank} {reason}"
         if isinstance(message, RegroupFailed) and message.may_be_echo:
             return self._await_loss(message.rank, reason)
-        self.newcomers.count_failures([message.rank])
-        return self._retry(reason, cold=True)
+        return self._retry_newcomers([message.rank], reason)
 
     def on_progress(self, rank: int) -> None:
         """Note that a rank makes progress: it has sent a message, or its new process uses CPU time."""
@@ -324,6 +324,11 @@ class Regrouping:
             return self._await_loss(message.rank, reason)
         return self._retry_without(message.rank, reason) if message.is_replaceable else self.cancel(reason)
 
+    def _retry_newcomers(self, ranks: list[int], reason: str) -> Orders:
+        """Try once more after the new processes of `ranks` have failed by themselves."""
+        self.newcomers.count_failures(ranks, reason)
+        return self._retry(reason, cold=True)
+
     def _retry_without(self, rank: int, reason: str) -> Orders:
         """Try once more with a new process in the place of a survivor that cannot join."""
         self._feasibility.hanging.add(rank)
@@ -338,8 +343,7 @@ class Regrouping:
     def _on_unexplained(self, rank: int, reason: str) -> Orders:
         """Try once more, because no loss explains why `rank` cannot join; at first it keeps its process."""
         if rank in self.newcomers.by_rank:
-            self.newcomers.count_failures([rank])
-            return self._retry(reason, cold=True)
+            return self._retry_newcomers([rank], reason)
         if rank in self._excused:
             return self._retry_without(rank, reason)
         self._excused.add(rank)
@@ -374,8 +378,7 @@ class Regrouping:
             self._feasibility.hanging.update(survivors)
             return self._retry(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
-            newcomers.count_failures(starting)
-            return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
+            return self._retry_newcomers(starting, f"the new process of rank {starting[0]} does not answer")
         if self._still_rounds >= self.presence.rounds_of_newcomers and not newcomers.unplaced:
             return self._on_standstill()
         self._still_rounds += 1
@@ -392,8 +395,7 @@ class Regrouping:
         waiting = [rank for rank in self.newcomers.placed if rank not in self._joined]
         if waiting:
             self.newcomers.fail(waiting)
-            self.newcomers.count_failures(waiting)
-            return self._retry(f"the new process of rank {waiting[0]} makes no progress", cold=True)
+            return self._retry_newcomers(waiting, f"the new process of rank {waiting[0]} makes no progress")
         reason = f"no progress for {self.timeout_s / 2:g} s"
         if self._has_stood_still:
             return self.cancel(reason)

@@ -37,6 +37,7 @@ from adaptor.protocol.messages import (
     Published,
     Raised,
     Recovered,
+    Refused,
     Regroup,
     RegroupFailed,
     Replace,
@@ -312,6 +313,18 @@ def test_a_new_process_that_answers_and_makes_no_progress_is_replaced() -> None:
     job.handle(Hello(1, 100), 1.5)
     assert _replaced(_live_on(job, -1, 29.0)) == set()
     assert _replaced(_live_on(job, -1, 40.0)) == {1}
+
+
+def test_a_rank_whose_new_processes_fail_in_two_ways_has_both_reasons() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    assert _replaced(job.handle(Refused(1, "the data set has changed"), 1.0)) == {1}
+    job.handle(Died(1, 1, 0.0, BoardRecord(1)), 1.1)
+    job.handle(Died(1, -9, 0.0, BoardRecord(1)), 2.0)
+    assert job.verdict is not None
+    both = "refused: the data set has changed; then the new process of rank 1 was ended by SIGKILL"
+    assert job.verdict.line.endswith(f"not recovered online: the new process of rank 1 {both}")
 
 
 def test_each_further_death_begins_another_attempt() -> None:
