@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -103,6 +103,8 @@ def _member(module: str, kind: str, name: str) -> enum.Enum:
     return member
 
 
+# Bytes of small tensors that make one message: each message is a round trip of two processes.
+_MESSAGE = 1 << 20
 # The ranks in a group of two.
 SOURCE, NEWCOMER = 0, 1
 RECORD, SHARD, FROZEN = "record", "shard", "frozen"
@@ -163,26 +165,28 @@ class TransferChannel:
     ) -> None:
         """Send tensors, and then their checksum."""
         self._digest.reset()
-        for tensor in tensors:
-            for piece in pieces(tensor.detach().reshape(-1)):
-                data = to_host(piece).contiguous().view(torch.uint8)
-                self._digest.update(_bytes(data))
-                self._send(data)
+        for message in _messages(tensor.detach().reshape(-1) for tensor in tensors):
+            parts = [to_host(piece).contiguous().view(torch.uint8) for piece in message]
+            data = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._digest.update(_bytes(data))
+            self._send(data)
         self.send(self._digest.digest())
 
     def receive_tensors(self, tensors: Iterable[torch.Tensor]) -> int:
         """Fill tensors with what was sent; return the number of bytes. Raises TransferError."""
         self._digest.reset()
+        filled = [(tensor.data, _flat(tensor.data)) for tensor in tensors]
         count = 0
-        for tensor in tensors:
-            received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-            for piece in pieces(received):
-                data = piece.view(torch.uint8)
-                self._receive(data)
-                self._digest.update(_bytes(data))
-                count += data.numel()
-            with torch.no_grad():
-                tensor.data.copy_(received.reshape(tensor.shape))
+        for message in _messages(flat for _, flat in filled):
+            data = torch.empty(sum(piece.nbytes for piece in message), dtype=torch.uint8)
+            self._receive(data)
+            self._digest.update(_bytes(data))
+            for piece, part in zip(message, data.split([piece.nbytes for piece in message]), strict=True):
+                piece.view(torch.uint8).copy_(part)
+            count += data.numel()
+        for tensor, flat in filled:
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.reshape(tensor.shape))
         if self.receive() != self._digest.digest():
             raise TransferError("the checksum of a shard is not the sender's")
         return count
@@ -290,6 +294,30 @@ def end(channel: TransferChannel) -> None:
     """Tell the source that all has arrived."""
     channel.send(msgspec.msgpack.encode(Request()))
     channel.receive()
+
+
+def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the pieces of each message, in order: those of small tensors together.
+
+    Args:
+        tensors: flat; of equal sizes and types on both sides.
+    """
+    message: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        for piece in pieces(tensor):
+            if message and size + piece.nbytes > _MESSAGE:
+                yield message
+                message, size = [], 0
+            message.append(piece)
+            size += piece.nbytes
+    if message:
+        yield message
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a contiguous tensor, else a flat tensor of its size."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
 
 
 def _bytes(data: torch.Tensor) -> Any:

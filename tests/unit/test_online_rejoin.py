@@ -241,6 +241,40 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
         gives.result()
 
 
+def test_small_tensors_arrive_in_one_message() -> None:
+    """Each message is a round trip, and an optimizer has hundreds of small tensors."""
+    store, sent = dist.HashStore(), []
+
+    def line(place: int) -> transfer.TransferChannel:
+        group = dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60))
+
+        def send(tensors: list[torch.Tensor], *place: int) -> dist.Work:
+            sent.append(tensors[0].nbytes)
+            return group.send(tensors, *place)
+
+        return transfer.TransferChannel(SimpleNamespace(send=send, recv=group.recv), 1 - place)
+
+    def tensors(fill: float) -> list[torch.Tensor]:
+        odd = torch.full((3,), fill, dtype=torch.bfloat16)
+        transposed = torch.empty(5, 2).t().copy_(torch.arange(10.0).reshape(2, 5) * fill)
+        return [
+            odd,
+            torch.tensor(fill),
+            transposed,
+            torch.empty(0),
+            torch.full((1 << 20,), fill),
+            odd.clone(),
+        ]
+
+    given, taken = tensors(2.0), tensors(1.0)
+    with Thread(lambda: line(transfer.SOURCE).send_tensors(given, lambda tensor: tensor)) as gives:
+        assert line(transfer.NEWCOMER).receive_tensors(taken) == sum(tensor.nbytes for tensor in given)
+        gives.result()
+    assert all(map(torch.equal, given, taken))
+    small, checksum = [50, 4 << 20, 6], [8, 8]
+    assert sent == [*small, *checksum]
+
+
 def test_an_order_from_before_a_freeze_is_not_obeyed(memory: BoardMemory) -> None:
     """A controller has taken over: what it was told of this rank's steps has to stay true."""
     worker = Worker(memory)
