@@ -9,6 +9,7 @@ Otherwise torch's helper makes a fresh backend, with the framework's arguments f
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import resource
@@ -81,7 +82,7 @@ class Groups:
 
         from adaptor.online import reconfiguration
 
-        call = inspect.signature(helper).bind(*args, **kwargs)
+        call = _signature(helper).bind(*args, **kwargs)
         request = dict(call.arguments)
         self._helper = helper
         reconnection = reconfiguration.of_group(helper, request)
@@ -263,6 +264,10 @@ class Groups:
             created.group, fresh, self._numbers.get(key, group_books.FIRST_NUMBER)
         )
         group_books.forget(created.group, fresh)
+
+
+# A framework makes dozens of groups.
+_signature = functools.cache(inspect.signature)
 
 
 def _require_descriptors(groups: int) -> None:

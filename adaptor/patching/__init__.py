@@ -38,7 +38,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -223,7 +222,7 @@ def fingerprint(group: str) -> str:
 
     Modules that hold an original are left out: the search would look at all names of all modules.
     """
-    data = [asdict(outcome) for unit in units(group) for outcome in unit.outcomes({})]
+    data = [vars(outcome) for unit in units(group) for outcome in unit.outcomes({})]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

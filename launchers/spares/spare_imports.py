@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import _script, context, text
+from adaptor import _script, context, plug_ins, text
 from adaptor.launchers.agent import worker_main
 from adaptor.launchers.spares.worker_forks import Forks, come_forward, take_streams
 from adaptor.protocol import environment, wire
@@ -142,6 +142,7 @@ def _import_as_a_worker(order: Import, imports: _ImportsAsAWorker, arguments: li
         sys.path[:] = order.path
         ready = imports.run()
         _let_inspect_know_the_modules()
+        plug_ins.declared(plug_ins.FORMATS)  # kept for this `sys.path`: the search reads every package
         sys.path[:] = path
     return ready
 
