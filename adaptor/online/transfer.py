@@ -181,7 +181,9 @@ class TransferChannel:
             data = torch.empty(sum(piece.nbytes for piece in message), dtype=torch.uint8)
             self._receive(data)
             self._digest.update(_bytes(data))
-            for piece, part in zip(message, data.split([piece.nbytes for piece in message]), strict=True):
+            for piece, part in zip(
+                message, torch.split(data, [piece.nbytes for piece in message]), strict=True
+            ):
                 piece.view(torch.uint8).copy_(part)
             count += data.numel()
         for tensor, flat in filled:
