@@ -8,9 +8,10 @@ functions that open a file.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
-from adaptor import context, patching
+from adaptor import context, patching, threads
 from adaptor.frameworks import state_comparison
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.environment import Generation
@@ -90,6 +91,22 @@ def what_was_checked_is_mapped(wrapped: Any, instance: Any, args: Any, kwargs: A
         wrapped(*args, **kwargs)
     else:
         instance.file_like = archive
+
+
+processes = patching.Unit("processes", framework="torch", tested=">=2.4,<3", group="worker")
+
+
+@processes.patch(
+    "multiprocessing.popen_spawn_posix:Popen._launch",
+    why="the manager of regular saves in torch_dist must not outlive a worker that dies with ttprun",
+    accepts="(process_obj)",
+    optional=True,  # without it, a manager stays behind where ttprun is killed
+)
+def spawned_processes_end_with_the_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    process = args[0] if args else kwargs["process_obj"]
+    if process._target is not None:  # otherwise of a class with a `run` of its own
+        process._target = partial(threads.with_parent, process._target)
+    return wrapped(*args, **kwargs)
 
 
 data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker")

@@ -12,6 +12,7 @@ import pytest
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP2_LOADERS, Job, Layout
 from tests.faults.scenario import BaselineOf, assert_last_words, survives
+from tests.integration.test_formats import DIST
 
 # torch's agent waits 30 s for workers that do not go.
 AT_ONCE_S = 20.0
@@ -62,12 +63,12 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
 
 
 def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The workers end with it, at once."""
-    baseline = baseline_of(DP2)
+    """The workers end with it, at once, and the process that each has started for saves in torch_dist."""
+    baseline = baseline_of(DIST)
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",
-        DP2,
+        DIST,
         save=save,
         save_interval=3,
         faults=["rank=1,step=5,phase=forward,kind=agent-sigkill"],
