@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.faults import harness
 from tests.faults.fault import NEWCOMERS, ONCE, Fault
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -161,3 +162,10 @@ def test_what_became_of_an_online_recovery(
     assert online.outcome_of(job, report, [Fault(1, "backward", "sigkill")])[0] == outcome
     both = [Fault(1, "backward", "sigkill"), Fault(0, "freeze", "sigkill")]
     assert online.outcome_of(job, {"verdict": "lost", "reason": ""}, both)[0] == "explained"
+
+
+def test_no_bit_flips_in_a_step_without_an_update(schedules: ModuleType) -> None:
+    import corruption
+
+    flips = corruption.draw(harness.DP2_FP16, ["main"], 4, 1, {5, 10, 15})
+    assert [flip.step for flip in flips] == [6, 8, 11, 13]
