@@ -4,7 +4,8 @@
 Two processes, each with half of the state of an optimizer, from the order to write until all is on disk, in
 turn with `dd conv=fsync` of as many bytes by two processes: once of zeros, a file each, which is the least
 that a disk is asked for; once of what they have in memory, into one file, which is what a dump does. Seconds,
-and seconds of CPU time of all processes together, which depend less on what else the machine does.
+and seconds of CPU time of all processes together, which depend less on what else the machine does. `--parts`
+measures instead what a holder does with each byte: CPU seconds of one process for each GB, part by part.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import mmap
 import os
 import shutil
 import statistics
@@ -19,17 +21,20 @@ import struct
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
-from adaptor.checkpoint import state_writer
+from adaptor.checkpoint import disk, shards, state_writer
+from adaptor.checkpoint.hashing import BLOCK, crc32
 from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import RECORD, Rank
 from tests.unit.test_in_place import half
@@ -37,6 +42,7 @@ from tests.unit.test_in_place import half
 RANKS = 2
 TIMEOUT = timedelta(minutes=5)
 _ZEROS = "dd of zeros, a file each"
+_PART = 512 << 20  # bytes
 _ONE_FILE = "one file from memory, as dd writes"
 _REPORT = struct.Struct("<dd")  # the time of its end, its CPU seconds
 
@@ -107,6 +113,62 @@ def forked(work: Callable[[int], None], number: int, order: int, begin: int, tol
     os._exit(0)
 
 
+def parts(folder: Path) -> dict[str, Callable[[], None]]:
+    """What one process does with `_PART` bytes in memory, by name."""
+    state = torch.randn(_PART // 4)
+    path, data = folder / "file", memoryview(state.view(torch.uint8).numpy())
+    blocks = [data[begin : begin + BLOCK] for begin in range(0, _PART, BLOCK)]
+    elements = state.split(BLOCK // 4)
+    copies = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(4)]
+
+    def copy() -> None:
+        for number, block in enumerate(blocks):
+            copies[number % len(copies)][:] = block
+
+    def write(flags: int, source: Sequence[memoryview]) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+        disk.reserve(descriptor, _PART)
+        for number in range(len(blocks)):
+            os.pwrite(descriptor, source[number % len(source)], number * BLOCK)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        path.unlink()
+
+    def dd() -> None:
+        options = ["if=/dev/zero", "bs=1M", f"count={_PART >> 20}", "conv=fsync", "status=none"]
+        subprocess.run(["dd", f"of={path}", *options], check=True)
+        path.unlink()
+
+    def save() -> None:
+        torch.save(state, path)
+        path.unlink()
+
+    return {
+        "nothing is nan or infinite (`aminmax`)": lambda: [*map(shards.is_finite, elements)].clear(),
+        "weights in bf16": lambda: [part.to(torch.bfloat16) for part in elements].clear(),
+        "CRC-32 (isal)": lambda: [*map(crc32, blocks, [0] * len(blocks))].clear(),
+        "CRC-32 (zlib)": lambda: [*map(zlib.crc32, blocks)].clear(),
+        "xxh3-128": lambda: [*map(xxhash.xxh3_128_digest, blocks)].clear(),
+        "copy into a buffer for the disk": copy,
+        "direct writes of 1 MiB": lambda: write(os.O_DIRECT, copies),
+        "writes through the page cache": lambda: write(0, blocks),
+        "`torch.save`": save,
+        "`dd bs=1M conv=fsync`": dd,
+    }
+
+
+def measure_parts(folder: Path, repeats: int, benchmark: Benchmark) -> None:
+    found: dict[str, list[float]] = {}
+    for number in range(repeats + 1):
+        for name, act in parts(folder).items():
+            before = sum(os.times()[:4])
+            act()
+            if number:  # the first round warms up
+                found.setdefault(name, []).append((sum(os.times()[:4]) - before) / (_PART / 1e9))
+    rows = [[name, f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"] for name, v in found.items()]
+    benchmark.finish(table(["part", "CPU s for each GB"], rows), {"parts": found})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,11 +176,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--params", type=int, default=75, help="in millions; each has 14 bytes in the files")
     parser.add_argument("--not-gathered", action="store_true", help="leave that way out, which takes longest")
+    parser.add_argument("--parts", action="store_true", help="what a holder does with each byte, instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
     numel = given.params * 1_000_000 // 256 * 256
     benchmark = Benchmark("dump_ways", {"repeats": given.repeats, "bytes": 14 * numel})
     root = new_folder("dump_ways")
+    if given.parts:
+        measure_parts(root, given.repeats, benchmark)
+        shutil.rmtree(root)
+        return
     ranks = [half(number, RANKS, numel) for number in range(RANKS)]
     ways: dict[str, Callable[[Path, int], None]] = {
         "in place": functools.partial(dump, ranks, True),
