@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -73,7 +74,7 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import copied_loops, ms_swift
-    from adaptor.frameworks import megatron_training, supported_options
+    from adaptor.frameworks import megatron_training
 
     is_swift = recipe["framework"] == "ms-swift"
     arguments, entry = recipe["args"], recipe.get("entry")
@@ -90,9 +91,7 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         megatron_training.examine(parsed)
         raise preflight.Stop
 
-    # On its Megatron-core 0.12 last words are in the format torch.
-    formats = {"writes_torch_dist": lambda args: False} if recipe["framework"] == "mindspeed-llm" else {}
-    with mock.patch.multiple(supported_options, **formats) if formats else contextlib.nullcontext():
+    with _as_0_12() if recipe["framework"] == "mindspeed-llm" else contextlib.nullcontext():
         findings = preflight.findings_of(begin)
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
@@ -113,6 +112,15 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if ranks == 1:
         reasons = (*reasons, "one rank: all is lost with it")
     return Verdict(RESTART_COPIES if reasons else ONLINE_COPIES, reasons)
+
+
+@contextlib.contextmanager
+def _as_0_12() -> Iterator[None]:
+    """Take from the imported Megatron-LM what MindSpeed-LLM, on 0.12, lacks: last words are in `torch`."""
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    with mock.patch.dict(vars(checkpointing)):
+        vars(checkpointing).pop("_build_sharded_state_dict_metadata", None)
+        yield
 
 
 def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
