@@ -22,11 +22,12 @@ from adaptor.frameworks import parallel_sizes
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
 WHOLE_MATRICES = "Muon's state of whole matrices, each on one rank alone,"
+_MEGATRON_FSDP = "Megatron FSDP, whose weights are shards (DTensor),"
 
 ALLOWED_VALUES: Values = (
-    ("use_megatron_fsdp", (False,), "Megatron FSDP"),
-    ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
-    ("use_torch_fsdp2", (False,), "torch FSDP2"),
+    ("use_megatron_fsdp", (False,), _MEGATRON_FSDP),
+    ("use_custom_fsdp", (False,), _MEGATRON_FSDP),  # its name up to 0.13
+    ("use_torch_fsdp2", (False,), "torch FSDP2, which does not go on bitwise from its own checkpoints,"),
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam", "sgd", "muon"), "an optimizer other than adam, sgd and muon"),
     ("use_layer_wise_distributed_optimizer", (False,), WHOLE_MATRICES),
