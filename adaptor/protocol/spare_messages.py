@@ -176,7 +176,13 @@ class SpareImports(Message, frozen=True):
 
 
 class SpareReleased(Message, frozen=True):
-    """node 0 -> spare: the job is over."""
+    """node 0 -> spare: the job is over.
+
+    Attributes:
+        failed: the job was not trained to its end, and may be started again.
+    """
+
+    failed: bool = False
 
 
 FromSpareNode = SpareHello | SpareReady | MemberHello

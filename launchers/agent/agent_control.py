@@ -389,22 +389,26 @@ class AgentControl:
         host, client = self.controller_host, self.client
         assert host is not None
         assert client is not None
-        members, refusal = host.controller.membership, ""
+        members = host.controller.membership
         if self.gate is not None and host.term:  # spare nodes notice the loss of the controller by themselves
             await self.gate.await_spares(len(order.nodes), MOVES_S)
+
+        async def refuses() -> str:
+            """Note the loss in the lease, once spares have answered: the other side may have them."""
+            refusal = await self._note_lost(order.nodes)
+            return refusal or ("" if self._wants_replacements() else "the recovery is over")
+
+        refusal = ""
         if 0 in members.lost and set(order.nodes) != {0}:
             refusal = "node 0, which has the rendezvous store, is lost, too"
         elif 0 in order.nodes and not may_go_on(host.nodes, members.lost):
             refusal = "less than half of the nodes are left"
-        elif self.gate is not None and self.gate.waiting:
-            refusal = await self._note_lost(order.nodes)
         if refusal:
             filled = PlacesFilled(self.node, order.incident, order.nodes, {}, refusal)
         else:
             assert client.invitation is not None
             controller = Gate(client.address, client.invitation.encode().decode())
-            is_wanted = self._wants_replacements
-            filled = await fill_online(self.gate, host.controller, order, self._counts, controller, is_wanted)
+            filled = await fill_online(self.gate, host.controller, order, self._counts, controller, refuses)
         if filled.owners:
             self.given.put(filled.owners)
         self._forward(filled)

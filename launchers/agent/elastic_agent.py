@@ -205,6 +205,8 @@ class SurvivorsAgent(LocalElasticAgent):
         ):
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._record.has_started = True
+        if self._places is not None:
+            self._places.note_start()
         self._end_requests.install()  # torch has just set its own handlers
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._handlers
@@ -254,12 +256,15 @@ class SurvivorsAgent(LocalElasticAgent):
             joins: this node is a spare node, which the controller expects.
 
         Raises:
+            PlaceLostError: this node has come back.
             StartError: this node was taken for lost, and a spare node has its place.
         """
         if self._record.common is None:
             return
         if self._places is None:
             self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
+            if self._record.place is None:
+                self._places.require_first()
         if not joins:
             self._places.require_own()
         elif self._own_store is not None:

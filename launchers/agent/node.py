@@ -483,7 +483,9 @@ class Node:
             self.end()
             with contextlib.suppress(ControlThreadError):
                 if self.control.gate is not None:
-                    thread.wait_for(self.control.gate.close())
+                    verdict = self.control.verdict
+                    failed = verdict is not None and verdict.exit_code != 0
+                    thread.wait_for(self.control.gate.close(failed=failed))
                 if self._at_gate is not None:
                     thread.wait_for(self._at_gate.end())
                 thread.wait_for(self._drills.close())

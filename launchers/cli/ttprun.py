@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaptor import _script, config, devices, engines, hooks, misspelt, output, plug_ins, text
 from adaptor.errors import AdaptorError, ConfigError, StartError
@@ -26,6 +27,9 @@ from adaptor.launchers.records.log import RunRecord, conclude, tell_error
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
 from adaptor.terminal import exit_code_of
+
+if TYPE_CHECKING:
+    from adaptor.launchers.rendezvous.rendezvous_store import MovedJob
 
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
@@ -64,6 +68,7 @@ def _main(arguments: list[str]) -> int:
     parsed.ttp_spare = is_spare
     if is_spare:
         spare_node.require(parsed, flags.given_names(arguments), settings)
+        parsed.node_rank = 0  # a platform may have set PET_NODE_RANK
     read = detect.fill(parsed, flags.given_names(arguments), os.environ, settings.platform, machine)
     if dry_run:
         return _plan(parsed, settings, hosts)
@@ -226,7 +231,6 @@ def _run_with_survivors(
     from adaptor.launchers.agent.elastic_outputs import Tee
     from adaptor.launchers.rendezvous import rendezvous_store, waiting
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
-    from adaptor.launchers.rendezvous.waiting import MovedError
 
     # A pipe without a reader must not block a restart: divert torch's log, and its copies of worker output.
     output.divert_logging()
@@ -244,23 +248,21 @@ def _run_with_survivors(
         # torch makes its rendezvous by this name.
         api.rdzv_registry = Registry(api.rdzv_registry, job.look)  # type: ignore[assignment]
     code, at_once = 1, False
+    lost_agents = []  # each keeps torch's rendezvous, which a thread may still use
     try:
-        if engine.has_own_agent:
-            job.find()
-        if parsed.ttp_spare:
-            assert record.common is not None
-            record.taken = spare_node.wait(parsed, settings, record.common, job.look)
-            if record.place is None:
-                output.tell("[ttp] the job is over; this spare node was not needed")
-                return 0
-            parsed.node_rank = record.place.node
-            if record.place.store is not None:
-                rendezvous_store.go_to_store(parsed, record.place.store)
-        code = run_to_the_last_line(parsed, engine, record)
+        while True:
+            try:
+                code = _take_part(parsed, settings, engine, record, job)
+                break
+            except waiting.MovedError as error:  # nothing was started here
+                output.tell(f"[ttp] {error}")
+                parsed.ttp_spare |= isinstance(error, waiting.PlaceLostError)
+                lost_agents.append(record.end_agent)
+                at_once, record.end_agent = record.end_agent() or at_once, lambda: False
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         code = USAGE_EXIT_CODE
-    except (StartError, MovedError) as error:
+    except StartError as error:
         output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
         verdict = record.verdict
@@ -284,6 +286,35 @@ def _run_with_survivors(
             ends(code)
             output.leave(code)
     return code
+
+
+def _take_part(
+    parsed: argparse.Namespace,
+    settings: config.Config,
+    engine: engines.Engine,
+    record: RunRecord,
+    job: MovedJob,
+) -> int:
+    """Find the job and take part in it, as a node or as a spare node; return the exit code.
+
+    Raises:
+        MovedError: the job is elsewhere, or takes this node as a spare node: the next call goes there.
+    """
+    from adaptor.launchers.rendezvous import rendezvous_store
+
+    if engine.has_own_agent:
+        job.find()
+    if parsed.ttp_spare:
+        assert record.common is not None
+        taken = spare_node.wait(parsed, settings, record.common, job.look)
+        if not isinstance(taken, spare_node.Taken):
+            output.tell("[ttp] the job is over; this spare node was not needed")
+            return int(taken.failed and job.comes_back)
+        record.taken = taken
+        parsed.node_rank = taken.place.node
+        if taken.place.store is not None:
+            rendezvous_store.go_to_store(parsed, taken.place.store)
+    return run_to_the_last_line(parsed, engine, record)
 
 
 def _job(parsed: argparse.Namespace) -> str:
@@ -313,6 +344,8 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return USAGE_EXIT_CODE
         conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save_folder)
         return int(verdict.exit_code)
+    except waiting.MovedError:
+        raise
     except waiting.NotTakenInError as error:
         output.tell(f"[ttp] {error}")
         return 1

@@ -217,6 +217,8 @@ def _apply(
 def _place(parsed: argparse.Namespace, flags_given: Collection[str], reading: Reading) -> list[str]:
     if parsed.rdzv_backend != "static":  # the nodes number themselves
         return []
+    if getattr(parsed, "ttp_spare", False):  # it has no number among the nodes
+        return ["this is a spare node"]
     if "node_rank" not in flags_given:
         if reading.node_rank is None:
             raise PlatformError("it does not tell the number of this node: give --node-rank")

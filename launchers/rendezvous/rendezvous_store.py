@@ -389,12 +389,18 @@ class MovedJob:
 
     def __init__(self, parsed: argparse.Namespace) -> None:
         self._parsed = parsed
+        self._is_spare = parsed.ttp_spare
         save = flags.script_option(parsed.training_script_args, "--save")
         is_alone = parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1"
         # With fixed numbers only a job that may have spare nodes moves, and this node would be a spare node.
         may_move = flags.may_have_spares(parsed) if parsed.rdzv_backend == "static" else not is_alone
         self._lease = lease.StoreOfJob(Path(save)) if save and may_move else None
         self._goes_on = f"the job that saves in {save} goes on, without its first node 0, at"
+
+    @property
+    def comes_back(self) -> bool:
+        """Return whether this node has a number, and waits as a spare node."""
+        return self._parsed.ttp_spare and not self._is_spare
 
     def find(self) -> None:
         """Let the flags name the store of a living job that has moved.
@@ -423,7 +429,7 @@ class MovedJob:
         """
         store = self._lease.look() if self._lease is not None else ""
         if store and store != flags.rendezvous_of(self._parsed):
-            raise MovedError(f"{self._goes_on} {store}: start this command again, and the node comes there")
+            raise MovedError(f"{self._goes_on} {store}: this node has waited where nobody comes")
 
 
 def go_to_store(parsed: argparse.Namespace, store: Endpoint) -> None:

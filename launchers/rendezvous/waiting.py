@@ -288,6 +288,10 @@ class MovedError(NotTakenInError):
     """The job has gone on at another rendezvous store while the node waited at the store of its flags."""
 
 
+class PlaceLostError(MovedError):
+    """The job trains, and a process before this one was the node with this number: this one is a spare."""
+
+
 class HostUnknownError(RendezvousConnectionError):
     """The host of the rendezvous has no address on the node."""
 

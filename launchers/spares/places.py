@@ -10,7 +10,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store
 
 from adaptor.errors import StartError
-from adaptor.launchers.rendezvous.waiting import SilentStoreError, ask, wait_for
+from adaptor.launchers.rendezvous.waiting import PlaceLostError, SilentStoreError, ask, wait_for
 from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol.spare_messages import Gate, TakePlace
 
@@ -53,6 +53,26 @@ class Places:
         except (RuntimeError, SilentStoreError):  # the node of the store is lost, or does not answer
             return None
         return msgspec.json.decode(encoded, type=Gate)
+
+    def note_start(self) -> None:
+        """Note that this node has workers: a later process with its number is a spare node."""
+        with contextlib.suppress(RuntimeError):  # the node of the store is lost
+            self._store.set(f"started/{self._node}", "")
+
+    def require_first(self) -> None:
+        """Check that no process before this one has had the number of this node and workers.
+
+        Such a process is lost, or about to be: the controller gives its place to spare nodes alone.
+
+        Raises:
+            PlaceLostError: a process before this one has had workers.
+            SilentStoreError: the store does not answer.
+        """
+        key = f"started/{self._node}"
+        if ask(self._store, lambda: self._store.check([key]), lambda: "the owners of places, from node 0"):
+            raise PlaceLostError(
+                f"the job trains, and has taken node {self._node} for lost: this node waits as a spare node"
+            )
 
     def require_own(self) -> None:
         """Check the owner of the place.

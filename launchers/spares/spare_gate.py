@@ -193,7 +193,7 @@ class SpareGate:
         lost: Mapping[int, tuple[int, ...]],
         counts: StartCounts,
         incident: int = 0,
-        is_wanted: Callable[[], bool] = lambda: True,
+        refuses: Callable[[], Awaitable[str]] | None = None,
         joined: JoinedTraining | None = None,
     ) -> dict[int, str]:
         """Give the places of `lost` nodes to spares.
@@ -203,13 +203,15 @@ class SpareGate:
             counts: of the starts before the start of the spare nodes' workers.
             incident: as in `TakePlace`.
             joined: what the spares join; None: all workers are started.
-            is_wanted: whether the places are still to be filled, after the answers of spares.
+            refuses: called once enough spares have answered: why they get no places, "" if they do.
 
         Returns:
             The new owner of each place; empty if the spares are too few.
         """
         ready = await answering_spares(self._waiting, len(lost), _Waiting.answers)
-        if len(ready) < len(lost) or not is_wanted():
+        if len(ready) < len(lost) or (refuses is not None and await refuses()):
+            return {}
+        if not all(spare in self._waiting for spare in ready):  # one has left meanwhile
             return {}
         owners = {}
         for (node, ranks), spare in zip(lost.items(), ready, strict=True):
@@ -233,10 +235,10 @@ class SpareGate:
         for spare in self._waiting:
             spare.writer.write(wire.frame(SpareImports(imports)))
 
-    async def close(self) -> None:
-        """Release the spares: the job is over."""
+    async def close(self, *, failed: bool = False) -> None:
+        """Release the spares: the job is over; `failed` as in `SpareReleased`."""
         for spare in self._waiting:
-            spare.writer.write(wire.frame(SpareReleased()))
+            spare.writer.write(wire.frame(SpareReleased(failed)))
         if self._listener is not None:
             await self._listener.close()
         self._rejected.close()
@@ -393,7 +395,7 @@ async def fill_online(
     order: FillPlaces,
     counts: StartCounts,
     place_of_controller: Gate | None,
-    is_wanted: Callable[[], bool],
+    refuses: Callable[[], Awaitable[str]],
 ) -> PlacesFilled:
     """Give the places of an order while the other nodes keep their workers.
 
@@ -401,12 +403,19 @@ async def fill_online(
         gate: where spare nodes wait; None: the job has no gate.
         controller: has given the order.
         place_of_controller: as in `TakePlace`.
-        is_wanted: called after the answers of spare nodes: whether the places are still to be filled.
+        refuses: as in `SpareGate.fill`.
 
     Returns:
         The report to the controller.
     """
     owners: dict[int, str] = {}
+    refusal = ""
+
+    async def claim() -> str:
+        nonlocal refusal
+        refusal = await refuses()
+        return refusal
+
     if gate is not None:
         places = {node: controller.membership.ranks_of(node) for node in order.nodes}
         # The start of the spare node's workers is in this generation.
@@ -414,5 +423,6 @@ async def fill_online(
         # The store of a spare node in the place of node 0 is its own.
         store = None if 0 in places else controller.store_of_node_0 or gate.store
         joined = JoinedTraining(place_of_controller, controller.term, store)
-        owners = await gate.fill(places, counts_before, order.incident, is_wanted, joined)
-    return PlacesFilled(controller.home, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)
+        owners = await gate.fill(places, counts_before, order.incident, claim, joined)
+    reason = "" if owners else refusal or _NONE_WAITS
+    return PlacesFilled(controller.home, order.incident, order.nodes, owners, reason)

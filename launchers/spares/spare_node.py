@@ -232,8 +232,8 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
 
 def wait(
     parsed: argparse.Namespace, settings: Config, own_hello: SpareHello, look: Callable[[], None]
-) -> Taken | None:
-    """Wait for a place; return None if the job ends first.
+) -> Taken | SpareReleased:
+    """Wait for a place, or until the job ends.
 
     The returned connection has to stay open for the life of the process.
 
@@ -249,7 +249,7 @@ def wait(
     """
     from torch.distributed.elastic.rendezvous import utils
 
-    from adaptor.launchers.rendezvous.waiting import wait_for
+    from adaptor.launchers.rendezvous.waiting import MovedError, wait_for
 
     warm = of_spare_node(parsed, settings)
     host, port = utils.parse_rendezvous_endpoint(flags.rendezvous_of(parsed), -1)
@@ -259,7 +259,11 @@ def wait(
         nonlocal awaited
         awaited = f"{gate_place} ({text})" if text else gate_place
 
-    gate = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look)
+    try:
+        gate = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look)
+    except MovedError:
+        warm.end()
+        raise
     return wait_for(
         lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm)),
         lambda: "a place in the job, as a spare node",
@@ -384,7 +388,7 @@ class Member:
 
 async def wait_at_gate(
     gate: Gate, settings: Config, own_hello: SpareHello, warm: WarmProcesses
-) -> Taken | None:
+) -> Taken | SpareReleased:
     """Wait at `gate` while `warm` imports; for the rest see `wait`.
 
     After the loss of node 0 the spare waits at the gate of the node that has taken the controller over.
@@ -414,8 +418,8 @@ async def wait_at_gate(
                         taken = Taken(place, writer.get_extra_info("socket").dup(), warm, gate)
                         writer.transport.abort()
                         return taken
-                    case SpareReleased():
-                        return None
+                    case SpareReleased() as released:
+                        return released
                     case _:  # accepted
                         output.tell(
                             f"[ttp] this node is a spare: it waits at {gate.address} for a node to be lost"

@@ -213,9 +213,7 @@ class Injector:
         """From now on those of this process strike: it has a rank, which a spare has not."""
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        struck: list[dict[str, Any]] = []
-        if self._stamp is not None and self._stamp.exists():
-            struck = [json.loads(line) for line in self._stamp.read_text().splitlines()]
+        struck: list[dict[str, Any]] = [json.loads(line) for line in self._struck()]
         if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
             restart = NEWCOMERS
             self.step = max((line["step"] for line in struck), default=0)
@@ -246,6 +244,12 @@ class Injector:
                 self._faults.remove(fault)
                 self._strike(fault)
 
+    def _struck(self) -> list[str]:
+        """The lines of the faults of this job that have struck."""
+        if self._stamp is None or not self._stamp.exists():
+            return []
+        return self._stamp.read_text().splitlines()
+
     def _strike(self, fault: Fault) -> None:
         _until_all_spare_nodes_wait()  # before it takes the time
         if fault.after is not None:
@@ -253,7 +257,7 @@ class Injector:
         if fault.kind == "agent-sigkill-beside-a-spare-node":
             _until_a_spare_node_is_ready()  # before it takes the time
         if fault.kind == "agent-sigkill-beside-a-node-that-is-back":
-            _until_a_node_is_back()
+            _until_a_node_is_back(struck=sum(f"kind={fault.kind}" in line for line in self._struck()))
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
         spare = 0
@@ -463,12 +467,13 @@ def _until_all_spare_nodes_wait() -> None:
         )
 
 
-def _until_a_node_is_back() -> None:
-    """As it says itself in the log of its second start."""
+def _until_a_node_is_back(struck: int) -> None:
+    """As it says itself in the log of its second start: one more than the faults that `struck` before."""
     out = Path(os.environ["TTP_LOG_PATH"]).parent
 
     def waits() -> bool:
-        return any("this node is a spare: it waits" in log.read_text() for log in out.glob("agent*again.log"))
+        logs = [log.read_text() for log in out.glob("agent*again.log")]
+        return sum("this node is a spare: it waits" in log for log in logs) > struck
 
     waiting.written(out, waits, "a node that is back waits", within_s=_LONG_S)
 

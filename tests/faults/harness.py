@@ -190,7 +190,7 @@ class Job:
     spares     how many more wait to take the place of a node that is lost, in the last namespace
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     dies       the node that is killed when it is about to start its workers again (`dying_node.py`)
-    returns    the node whose command is given once more, when the job has gone on without node 0
+    returns    nodes whose command is given once more, each when the job has gone on without it
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
@@ -222,7 +222,7 @@ class Job:
     spares: int = 0
     spares_die: bool = False
     dies: int | None = None
-    returns: int | None = None
+    returns: Sequence[int] = ()
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -314,7 +314,7 @@ def run(job: Job) -> Ended:
     try:
         for node, log in [*enumerate(logs), *_second_starts(job)]:
             if log not in logs:
-                _wait_until_it_has_moved(job)
+                _wait_until_it_goes_on_without(node, job)
                 logs.append(log)
             if job.later and node == job.nodes - job.later:
                 # The others start first, and come to the step of the fault.
@@ -352,18 +352,21 @@ def run(job: Job) -> Ended:
 
 
 def _second_starts(job: Job) -> list[tuple[int, Path]]:
-    """The node that comes back, and its second log."""
-    return [] if job.returns is None else [(job.returns, job.out / f"agent{job.returns}-again.log")]
+    """The nodes that come back, and their second logs."""
+    return [(node, job.out / f"agent{node}-again.log") for node in job.returns]
 
 
-def _wait_until_it_has_moved(job: Job) -> None:
+def _wait_until_it_goes_on_without(node: int, job: Job) -> None:
     assert job.save is not None
-    path = job.save / naming.LEASE
+    lease = job.save / naming.LEASE
+    place = f" has the place of node {node}, "
 
-    def has_moved() -> bool:  # a node that is back finds the job by the lease
-        return path.exists() and bool(json.loads(path.read_text()).get("store"))
+    def goes_on() -> bool:  # a node that is back finds the job by the lease, or at the store of its flags
+        if node == 0:
+            return lease.exists() and bool(json.loads(lease.read_text()).get("store"))
+        return any(place in log.read_text(errors="replace") for log in job.out.glob("agent*.log"))
 
-    waiting.written(job.out, has_moved, "another node is node 0", within_s=job.timeout_s)
+    waiting.written(job.out, goes_on, f"the job goes on without node {node}", within_s=job.timeout_s)
 
 
 def _cold(job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""Two nodes, or three, with a network between them: network namespaces on this machine, joined by links."""
+"""Nodes with a network between them: network namespaces on this machine, joined by links."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from pathlib import Path
 
 from tests import waiting
 
-# For the fault `cut`: namespaces and devices that are to fall silent, both ends of the link of node 1.
+# For the fault `cut`: namespaces and devices that are to fall silent, both ends of the link of a node.
 VARIABLE = "TTP_TEST_LINKS"
 LINK = "ttp0"
-# The ports of the bridge on node 0, where there are three nodes.
-_PORTS = ("ttp1", "ttp2")
 # Every packet is dropped as if on its way: nobody is told, no link is down, the sender's queue is not full.
 _SILENCE = ("root", "blackhole")
 # A step of the tiny models takes a second, where it took a tenth of one.
@@ -28,7 +26,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Their names, the address of the first, and the ends of the link of the second: names, devices."""
+    """Their names, the address of the first, and the ends of the link that is cut: names, devices."""
 
     names: tuple[str, ...]
     address: str
@@ -68,15 +66,15 @@ def two() -> Iterator[Namespaces]:
 
 
 @contextmanager
-def three() -> Iterator[Namespaces]:
-    """Three namespaces around a bridge in the first; the link of the second can be cut by itself."""
-    with _made(3) as names:
-        _run("ip", "-n", names[0], "link", "add", LINK, "type", "bridge")
-        for port, name in zip(_PORTS, names[1:], strict=True):
-            _join(names[0], port, name)
-            _run("ip", "-n", names[0], "link", "set", port, "master", LINK, "up")
-        _bring_up(names[0], 0)
-        yield Namespaces(names, _address(0), ((names[0], _PORTS[0]), (names[1], LINK)))
+def star(count: int, cut: int = 1) -> Iterator[Namespaces]:
+    """So many namespaces around a bridge in one more; the link of namespace `cut` can be cut by itself."""
+    with _made(count + 1) as (*names, switch):
+        _run("ip", "-n", switch, "link", "add", LINK, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", LINK, "up")
+        for number, name in enumerate(names):
+            _join(switch, f"port{number}", name)
+            _run("ip", "-n", switch, "link", "set", f"port{number}", "master", LINK, "up")
+        yield Namespaces(tuple(names), _address(0), ((switch, f"port{cut}"), (names[cut], LINK)))
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineO
     """Without a setting; the loss of any of the two nodes costs some steps. The network is between them."""
     if not namespaces.permitted():
         pytest.skip("this user may make no network namespace")
-    with namespaces.three() as network:
+    with namespaces.star(3) as network:
         job = Job(
             tmp_path / "job",
             EXPERTS_ALONE,

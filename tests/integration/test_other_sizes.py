@@ -108,7 +108,7 @@ def test_node_0_less(tmp_path: Path) -> None:
 def test_node_0_comes_back(tmp_path: Path) -> None:
     """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
     faults = ["rank=0,step=4,phase=backward,kind=agent-sigkill"]
-    ended = run(tmp_path, 2, *BATCH, fewest=2, returns=0, restarts=1, faults=faults)
+    ended = run(tmp_path, 2, *BATCH, fewest=2, returns=(0,), restarts=1, faults=faults)
     assert ended.codes == (137, 0, 0), ended.log[-3000:]
     assert ": this node asks to be taken in there" in ended.logs[2]
     assert "restart 1 of 1: from step 3, 0 steps lost" in ended.logs[1]

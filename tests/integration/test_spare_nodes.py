@@ -60,12 +60,13 @@ def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
-def test_a_spare_comes_after_the_loss_of_node_0(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It has the place of node 0 online, with a rendezvous store of its own; node 1 has the controller.
+def test_nodes_that_were_lost_come_back_as_spare_nodes(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Node 1 is lost, then node 0, then node 0 again: each comes back with its own command, and waits.
 
-    The lost node comes back with its own command, waits as a spare node, and has the place of node 0 when
-    that is lost again. Then all start again, with the controller on node 0.
+    Each place of node 0 is taken online, with a rendezvous store of its own, while node 1 has the controller.
+    Then all start again, with the controller on node 0.
     """
+    back = "agent-sigkill-beside-a-node-that-is-back"
     with namespaces.two() as network:
         job = Job(
             tmp_path / "job",
@@ -73,25 +74,27 @@ def test_a_spare_comes_after_the_loss_of_node_0(tmp_path: Path, baseline_of: Bas
             save=tmp_path / "save",
             nodes=2,
             spares=1,
-            returns=0,
+            returns=(1, 0),
             network=network,
             restarts=1,
             environment={"TTP_TLS": "plain"},
             options=("--ttp-online", "60"),
             faults=[
-                "rank=0,step=3,phase=backward,kind=agent-sigkill",
-                "rank=0,step=5,phase=backward,kind=agent-sigkill-beside-a-node-that-is-back,restart=-1",
-                "rank=0,step=7,phase=backward,kind=sigkill,restart=-1",
-                "rank=1,step=7,phase=backward,kind=sigkill",
+                "rank=1,step=2,phase=backward,kind=agent-sigkill",
+                f"rank=0,step=4,phase=backward,kind={back}",
+                f"rank=0,step=6,phase=backward,kind={back},restart=-1",
+                "rank=0,step=8,phase=backward,kind=sigkill,restart=-1",
+                "rank=1,step=8,phase=backward,kind=sigkill,restart=-1",
             ],
         )
         ended = harness.run(job)
-    assert ended.codes == (137, 0, 137, 0), ended.log[-3000:]
-    for step in (2, 4):
-        place = f" has the place of node 0, training goes on after step {step}, 0 steps lost, "
-        assert ended.logs[1].count(place) == 1, ended.said
-    assert ": this node waits there, as a spare node" in ended.logs[3]
-    assert "restart 1 of 1: from step " in ended.logs[3]
+    assert ended.codes == (137, 137, 0, 137, 0), ended.log[-3000:]
+    for node, step in ((1, 1), (0, 3), (0, 5)):
+        place = f" has the place of node {node}, training goes on after step {step}, 0 steps lost, "
+        assert ended.logs[2].count(place) == 1, ended.said
+    assert "has taken node 1 for lost: this node waits as a spare node" in ended.logs[3]
+    assert ": this node waits there, as a spare node" in ended.logs[4]
+    assert "restart 1 of 1: from step " in ended.logs[4]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
 
 

@@ -220,13 +220,17 @@ class Agent(Follower):
     def _fill_places(self, order: FillPlaces) -> Body[None]:
         assert self.controller_host is not None
         controller = self.controller_host.controller
+
+        async def refuses() -> str:
+            return "" if self.verdict is None and not self._silent else "the recovery is over"
+
         filled = yield from fill_online(
             self.world.gate if not controller.term else None,  # type: ignore[arg-type]
             controller,
             order,
             StartCounts(0, self.world.number),
             None,
-            lambda: self.verdict is None and not self._silent,
+            refuses,
         ).__await__()
         self._up(filled)
 

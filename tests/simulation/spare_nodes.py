@@ -5,7 +5,7 @@ The real `fill_for_restart` and `fill_online` decide who gets a place, and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from adaptor.launchers.spares.spare_gate import ANSWER_S, JoinedTraining, StartCounts, answering_spares
@@ -124,12 +124,12 @@ class SpareGate:
         lost: Mapping[int, tuple[int, ...]],
         counts: StartCounts,
         incident: int = 0,
-        is_wanted: Callable[[], bool] = lambda: True,
+        refuses: Callable[[], Awaitable[str]] | None = None,
         joined: JoinedTraining | None = None,
     ) -> dict[int, str]:
         """Give each place to a spare that has just answered, or none."""
         ready = await answering_spares(self.waiting, len(lost), self._answers)
-        if len(ready) < len(lost) or not is_wanted():
+        if len(ready) < len(lost) or (refuses is not None and await refuses()):
             return {}
         owners = {}
         for node, spare in zip(lost, ready, strict=True):

@@ -212,6 +212,23 @@ def test_variables_of_torchrun_come_before_a_platform(monkeypatch: pytest.Monkey
     assert layout(parsed) == ("2", 1, "2", "other", 29500)
 
 
+def test_a_spare_node_has_no_number() -> None:
+    """Its number among the tasks of a Slurm step is that of no node."""
+    argv = ["--nnodes", "2", "script.py"]
+    parsed = flags.parse(argv)
+    parsed.ttp_spare = True
+    step = {
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NODELIST": "n[09-11]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    }
+    environ = {**SLURM, **step, "SLURM_NODEID": "2"}
+    filled = detect.fill(parsed, flags.given_names(argv), environ, "auto", machine())
+    assert filled is not None
+    assert ": 2 nodes (--nnodes), this is a spare node, " in filled.line
+    assert parsed.node_rank == 0
+
+
 KUBEFLOW = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "8",

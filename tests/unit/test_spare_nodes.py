@@ -25,11 +25,11 @@ from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.rendezvous import waiting as rendezvous_waiting
-from adaptor.launchers.rendezvous.waiting import SilentStoreError, is_abandoned
+from adaptor.launchers.rendezvous.waiting import PlaceLostError, SilentStoreError, is_abandoned
 from adaptor.launchers.spares import places, spare_gate, spare_node
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.spare_gate import COMES_S, SpareGate, StartCounts, fill_for_restart
-from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
+from adaptor.launchers.spares.spare_node import Taken, WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint
 from adaptor.protocol.spare_messages import (
@@ -39,6 +39,7 @@ from adaptor.protocol.spare_messages import (
     SpareAsked,
     SpareHello,
     SpareReady,
+    SpareReleased,
     TakePlace,
     from_spare_node,
     to_spare_node,
@@ -110,7 +111,9 @@ def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.C
         await _waits(gate, 2)
         assert await gate.fill({1: (1,), 2: (2,), 3: (3,)}, StartCounts(restarts=2, generations=3)) == {}
         owners = await gate.fill({1: (1,), 2: (2,)}, StartCounts(restarts=2, generations=3))
-        places = {taken.place.node: taken for taken in await asyncio.gather(*spares[1:]) if taken is not None}
+        places = {
+            taken.place.node: taken for taken in await asyncio.gather(*spares[1:]) if isinstance(taken, Taken)
+        }
         assert {node: taken.place for node, taken in places.items()} == {
             node: msgspec.structs.replace(PLACE, node=node, owner=owner) for node, owner in owners.items()
         }
@@ -180,7 +183,7 @@ def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: 
         assert gate.gone == {1: AgentHello(1, (1,), host="node1", pid=101)}
         await gate.fill({2: (2,)}, StartCounts(restarts=1, generations=1))
         taken = await spare
-        assert taken is not None
+        assert isinstance(taken, Taken)
         second.close()
         taken.connection.close()
         await asyncio.to_thread(waiting.until, lambda: 2 in gate.gone, "the gate knows")
@@ -223,7 +226,7 @@ def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
         await _waits(gate, 1)
         owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
         taken = await spare
-        assert taken is not None
+        assert isinstance(taken, Taken)
         other = await stays(4)  # it was taken for lost
         again = await stays(5, owners[1])
         taken.connection.close()
@@ -310,7 +313,7 @@ def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config
         await last.await_spares(1, waiting.LONG_S)
         (owner,) = (await last.fill({1: (0,)}, StartCounts(restarts=1, generations=1))).values()
         taken = await spare
-        assert taken is not None
+        assert isinstance(taken, Taken)
         assert (taken.place.store, taken.place.owner) == (store, owner)
         taken.connection.close()
         await last.close()
@@ -335,7 +338,7 @@ def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_
         gate.begin_turn()
         await gate.fill({1: (0,)}, StartCounts(restarts=2, generations=2))
         taken = await spare
-        assert taken is not None
+        assert isinstance(taken, Taken)
         assert taken.place.store == store
         taken.connection.close()
         await gate.close()
@@ -343,14 +346,15 @@ def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_
     _run(work())
 
 
-def test_a_spare_goes_home_when_the_job_is_over(settings: config.Config) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_spare_goes_home_when_the_job_is_over(failed: bool, settings: config.Config) -> None:
     async def work() -> None:
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
         spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
-        await gate.close()
-        assert await spare is None
+        await gate.close(failed=failed)
+        assert await spare == SpareReleased(failed)
 
     _run(work())
 
@@ -397,7 +401,7 @@ def test_a_fact_that_a_spare_does_not_know_is_not_compared(monkeypatch: pytest.M
         spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, hello, warm))
         await _waits(gate, 1)
         await gate.close()
-        assert await spare is None
+        assert await spare == SpareReleased()
 
     _run(work())
 
@@ -418,6 +422,40 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
     with pytest.raises(StartError):
         first.require_own()
     Places(store, 1, TakePlace(1, 2, 3, "b")).require_own()
+
+
+def test_a_node_that_has_had_workers_comes_back_as_a_spare_node() -> None:
+    """Before, its number is free: a process that is started again in place of one without workers has it."""
+    store = HashStore()
+    first, again, other = (Places(store, node, None) for node in (1, 1, 2))
+    again.require_first()
+    first.note_start()
+    with pytest.raises(PlaceLostError, match="has taken node 1 for lost"):
+        again.require_first()
+    other.require_first()
+
+
+def test_nobody_is_told_that_the_job_goes_on_before_a_spare_has_answered(settings: config.Config) -> None:
+    """The other side of a cut network, on which all spares are, could not go on."""
+
+    async def work() -> None:
+        gate, asked = _gate(settings), []
+
+        async def refuses() -> str:
+            asked.append(gate.waiting)
+            return "the other side goes on"
+
+        found = await gate.open("127.0.0.1")
+        assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
+        assert asked == []
+        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
+        await _waits(gate, 1)
+        assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
+        assert asked == [1]
+        await gate.close()
+        await spare
+
+    _run(work())
 
 
 def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
@@ -457,7 +495,7 @@ def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: con
         assert gate.waiting == 0
         for opened in (gate, first):
             await opened.close()
-        assert await spare is None
+        assert await spare == SpareReleased()
         assert member is not None
         member.close()
 
