@@ -181,10 +181,8 @@ class TransferChannel:
             data = torch.empty(sum(piece.nbytes for piece in message), dtype=torch.uint8)
             self._receive(data)
             self._digest.update(_bytes(data))
-            for piece, part in zip(
-                message, torch.split(data, [piece.nbytes for piece in message]), strict=True
-            ):
-                piece.view(torch.uint8).copy_(part)
+            for piece, part in zip(message, _parts(data, message), strict=True):
+                piece.copy_(part)
             count += data.numel()
         for tensor, flat in filled:
             if not tensor.is_contiguous():
@@ -315,6 +313,15 @@ def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             size += piece.nbytes
     if message:
         yield message
+
+
+def _parts(data: torch.Tensor, message: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the bytes `data` of a message as tensors on the host with the types of its pieces."""
+    at = 0
+    for piece in message:
+        part = data[at : at + piece.nbytes]
+        yield (part.clone() if at else part).view(piece.dtype)  # a view must begin at a multiple of its type
+        at += piece.nbytes
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
