@@ -1,4 +1,5 @@
-"""Arms and disarms online recovery every few steps of one job, and measures a step: for `_worker.py`.
+"""Arms and disarms online recovery, or the comparison of holders, every few steps of one job, and measures a
+step: for `_worker.py`.
 
 Disarmed, a step is that of a job with TTP_ONLINE=0: torch waits for its collectives, the data that a step
 reads and its losses are not kept, the board is not told of them. What stays is what an armed job has beside
@@ -15,6 +16,8 @@ from typing import Any
 from _blocks import Blocks, Measured
 from _calls import Calls
 
+DRILLS = 7  # in a job that compares its holders
+
 
 class Arming:
     """The measurement of one rank.
@@ -23,7 +26,7 @@ class Arming:
         add: writes a line down.
         hook: wraps a function once its module is imported.
         given: steps in a block, pairs of blocks, the seed of their order, steps before them, and what is
-            measured: "times", or "calls" of functions.
+            measured: "times", or "calls" of functions ("holders": see `Comparing`).
     """
 
     def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
@@ -77,6 +80,60 @@ class Arming:
         if self._calls is not None:
             return {"calls": {name: count / steps for name, count in self._calls.end().items()}}
         return {name: (value - self._began[name]) / steps for name, value in _now().items()}
+
+
+class Comparing(Arming):
+    """Turns the comparison of the holders (TTP_VERIFY_EVERY=auto) off and on; drills before the first block.
+
+    The steps of a block that count are a multiple of the interval that the job has chosen, so that each block
+    has as many comparisons.
+    """
+
+    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
+        super().__init__(add, hook, given)
+        self._add = add
+        self._warm_up = int(given.split(",")[3])
+        self._steps = 0
+        self._verifier: Any = None
+
+    def _step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = self._blocks.step(wrapped, instance, args, kwargs)
+        self._steps += 1
+        if self._warm_up - DRILLS <= self._steps < self._warm_up:
+            self._drill()
+        if self._steps == self._warm_up - 1:
+            every = _window().verifier._every
+            if every < 1 or _window().verifier._chooses:
+                raise RuntimeError("the interval between comparisons is not chosen")
+            self._blocks.block = 1 + every * -(-(self._blocks.block - 1) // every)
+        return result
+
+    def _turn(self, on: bool) -> None:
+        window = _window()
+        if on:
+            window.verifier = window.verifier or self._verifier
+        elif window.verifier is not None:
+            self._verifier, window.verifier = window.verifier, None
+            self._verifier._updated = None  # of a step that will be an old one
+
+    def _drill(self) -> None:
+        from adaptor.replica import group
+        from adaptor.verification import given_sums
+        from adaptor.worker import runtime
+
+        session, everyone = runtime.get().session, group.of_this_job()
+        group.barrier(everyone)
+        began = time.perf_counter()
+        drilled = given_sums.hold(self._steps, session.trainee, session.board.record(), everyone)
+        took = time.perf_counter() - began
+        if drilled is not None:
+            self._add("drill", took, problem=drilled.problem)
+
+
+def _window() -> Any:
+    from adaptor.worker import runtime
+
+    return runtime.get().session.window
 
 
 def _let_act(act: bool) -> None:

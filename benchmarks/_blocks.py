@@ -42,6 +42,9 @@ class Blocks:
         begin: begins to measure.
         end: ends that, after so many steps, and returns what a step took, in the mean.
         warm_up: steps before the first block.
+
+    Attributes:
+        block: steps in a block; may change before the first block.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Blocks:
         source = random.Random(seed)
         self._order = [arm for _ in range(pairs) for arm in source.sample(ARMS, k=2)]
         self._add, self._turn, self._begin, self._end = add, turn, begin, end
-        self._block = block
+        self.block = block
         self._warm_up = warm_up
         self._steps = 0
         self._is_measured = False
@@ -70,12 +73,12 @@ class Blocks:
         """Make a step of the framework, and count it."""
         result = wrapped(*args, **kwargs)
         self._steps += 1
-        block, step = divmod(self._steps - self._warm_up, self._block)
+        block, step = divmod(self._steps - self._warm_up, self.block)
         if self._steps < self._warm_up or block > len(self._order):
             return result
         if step == 0:  # a block ends, and the next begins
             if self._is_measured:
-                self._add("block", 0.0, arm=self._order[block - 1], **self._end(self._block - 1))
+                self._add("block", 0.0, arm=self._order[block - 1], **self._end(self.block - 1))
             self._is_measured = False
             self._turn(self._order[block] == "on" if block < len(self._order) else True)
         elif step == 1:  # the first step of a block pays for what the one before has left

@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from _arming import Arming
+from _arming import Arming, Comparing
 from _holdings import Holdings
 from _part_counts import Counts
 from _parts import Parts, Times
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
-    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls")
+    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls|holders")
     parser.add_argument("--uploading", metavar="BLOCK,PAIRS,SEED,WARM_UP,PID")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -274,7 +274,8 @@ def main() -> None:
         what, *given = parsed.parts.split(",")
         Parts(notes.add, hook, given, Counts() if what == "counts" else Times(hook))
     if parsed.arming:
-        Arming(notes.add, hook, parsed.arming)
+        kind = Comparing if parsed.arming.endswith(",holders") else Arming
+        kind(notes.add, hook, parsed.arming)
     if parsed.uploading:
         Uploading(notes.add, hook, parsed.uploading)
     if parsed.gate:
