@@ -167,5 +167,5 @@ def test_what_became_of_an_online_recovery(
 def test_no_bit_flips_in_a_step_without_an_update(schedules: ModuleType) -> None:
     import corruption
 
-    flips = corruption.draw(harness.DP2_FP16, ["main"], 4, 1, {5, 10, 15})
-    assert [flip.step for flip in flips] == [6, 8, 11, 13]
+    flips = corruption.draw(harness.DP2_FP16, ["main"], 4, 1, {5, 13})
+    assert [flip.step for flip in flips] == [7, 9, 11, 15]
