@@ -40,6 +40,7 @@ MODULE_COMMANDS = "ttp_adaptor.module_commands"
 
 # The parts of the adaptor that a job can do without; a part that is not installed adds nothing.
 OPTIONAL_PARTS = {
+    FORMATS: {"mcore_adapter": "adaptor.adapters.mcore_adapter:make"},
     SETTINGS: {
         "operations": "adaptor.operations.settings:SETTINGS",
         "store": "adaptor.store.settings:SETTINGS",

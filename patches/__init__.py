@@ -24,6 +24,7 @@ FILES: dict[str, tuple[str, ...]] = {
         # Frameworks with loops of their own: declared as those of plug-ins are.
         "adaptor.adapters.megatron_bridge",
         "adaptor.adapters.ms_swift",
+        "adaptor.adapters.mcore_adapter",
         "adaptor.adapters.copied_loops",
     ),
     "worker": ("torch_worker",),

@@ -19,7 +19,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -115,10 +115,19 @@ def import_torch() -> None:
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
     """Join the parts of the metadata and of `integrity.json`, if any; return the files of the checkpoint.
 
-    A call may be repeated after a crash. A part is read only if it equals its writer's report bit for bit.
-    Raises CheckpointError if it does not, or the parts do not make a whole.
+    Parts in folders below make a checkpoint in each. A call may be repeated after a crash. A part is read
+    only if it equals its writer's report bit for bit. Raises CheckpointError if it does not, or the parts do
+    not make a whole.
     """
-    return _join_integrity(folder, _join_metadata(folder, tuple(entries)))
+    by_parent: dict[PurePosixPath, list[FileEntry]] = {}
+    for entry in entries:
+        path = PurePosixPath(entry.path)
+        by_parent.setdefault(path.parent, []).append(replace(entry, path=path.name))
+    return tuple(
+        replace(entry, path=str(parent / entry.path))
+        for parent, inside in by_parent.items()
+        for entry in _join_integrity(folder / parent, _join_metadata(folder / parent, tuple(inside)))
+    )
 
 
 def _join_metadata(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:

@@ -70,7 +70,7 @@ def lay_out(
             if value is None:
                 start, length = layout.add_bytes(pickled)
             else:
-                start, length = _add_value(layout, value, planned, item.index.fqn)
+                start, length = layout.add_archive(archive_of(value, planned, item.index.fqn))
         elif (source := sources.get(item.index)) is not None:
             start, length = layout.add_planned(data, source)
         elif _is_part_on_host(data):
@@ -81,10 +81,15 @@ def lay_out(
     return layout
 
 
-def _add_value(
-    layout: SequenceLayout[Source], value: Any, planned: PlannedTensors, name: str
-) -> tuple[int, int]:
-    """Add the archive that torch.save would make of `value` with the tensors. Raises CannotBePlanned."""
+def archive_of(value: Any, planned: PlannedTensors, name: str) -> ArchiveLayout[Source]:
+    """Lay out the archive that torch.save would make of `value` with the tensors.
+
+    Args:
+        name: of `value`, for the exception.
+
+    Raises:
+        CannotBePlanned: the place of some content is not known.
+    """
     sources_by_storage: dict[int, Source] = {}
 
     def on_host(leaf: Any) -> Any:
@@ -105,13 +110,16 @@ def _add_value(
     # For example a sum of stand-ins, or a stand-in in a value of another kind: its content would not be in
     # the file.
     require_no_stand_in(archive.structure, name)
-    return layout.add_archive(archive)
+    return archive
 
 
 def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:
     """Return `value` with `act` applied to all leaves of its dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _mapped(item, act)) for key, item in value.items())
+        mapped = type(value)((key, _mapped(item, act)) for key, item in value.items())
+        if hasattr(value, "_metadata"):  # of torch's state dicts
+            vars(mapped).update(_metadata=value._metadata)
+        return mapped
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, act) for item in value)
     return act(value)

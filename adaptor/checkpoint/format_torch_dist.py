@@ -183,11 +183,16 @@ class Sharding:
         return [dataclasses.replace(place, data=list(states)) for place in self.random]
 
     def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
-        part, _, files = self._part(state, body)
+        files = self.written(self._described(body))
+        return dcp.with_integrity_part(files, self.first) if _has_integrity(state) else files
+
+    def written(self, tree: Mapping[str, Any]) -> Files:
+        """Return the files of the rank for the saved `tree`."""
+        part, _, files = self._part(tree)
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
-        return dcp.with_integrity_part(files, self.first) if _has_integrity(state) else files
+        return files
 
     def planned_tensors(self) -> PlannedTensors:
         return PlannedTensors("meta")
@@ -195,8 +200,19 @@ class Sharding:
     def planned_files(
         self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
     ) -> tuple[dict[str, SequenceLayout[Source]], Files]:
+        name, layout, files = self.planned(self._described(body), planned)
+        if _has_integrity(state):
+            digest = dcp.sha256()
+            layout.reader = digest.update
+            files = dcp.with_integrity_part(files, self.first, {name: digest.hexdigest})
+        return {name: layout}, files
+
+    def planned(
+        self, tree: Mapping[str, Any], planned: PlannedTensors
+    ) -> tuple[str, SequenceLayout[Source], Files]:
+        """Return the name and the layout of the data file for the saved `tree`, and the other files."""
         objects = dcp_layout.PlannedObjects(planned)
-        part, common, files = self._part(state, body, objects.token_for)
+        part, common, files = self._part(tree, objects.token_for)
         if not part.has_data:
             raise CannotBePlanned("this rank has nothing to save")
         pickled = io.BytesIO()
@@ -204,26 +220,27 @@ class Sharding:
         dcp_layout.require_no_stand_in(pickled.getvalue(), "what is common to all ranks")
         layout = dcp_layout.lay_out(part, planned, objects)
         files[part.part_file] = part.write_part
-        if _has_integrity(state):
-            digest = dcp.sha256()
-            layout.reader = digest.update
-            files = dcp.with_integrity_part(files, self.first, {part.data_file: digest.hexdigest})
-        return {part.data_file: layout}, files
+        return part.data_file, layout, files
+
+    def _described(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return `body` with the metadata, which later versions of the framework read."""
+        # Without values that cannot be pickled: later versions put a process group there.
+        metadata = {name: value for name, value in self.metadata.items() if name != "dp_cp_group"}
+        return {**body, "content_metadata": metadata}
 
     def _part(
-        self, state: TrainingState, body: dict[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
+        self, tree: Mapping[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
     ) -> tuple[dcp.RankPart, Any, Files]:
-        """Return the part of the rank, the common state, and small files; `saved_as` maps pickled values."""
+        """Return the rank's part of the saved `tree`, the common state, and small files.
+
+        `saved_as` maps pickled values.
+        """
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
         from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-        # Without values that cannot be pickled: later versions put a process group there.
-        body["content_metadata"] = {
-            name: value for name, value in self.metadata.items() if name != "dp_cp_group"
-        }
-        sharded, common = save_preprocess(body, False)
+        sharded, common = save_preprocess(dict(tree), False)
         for base in _bases(sharded):
             if isinstance(base, ShardedObject):
                 base.data = saved_as(base.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,14 @@ bridge = partial(
 
 swift = partial(
     library.train, layout=DP2, script=FRAMEWORKS / "train_swift.py", paths=[str(FRAMEWORKS / "small_swift")]
+)
+
+mca = partial(
+    library.train,
+    layout=replace(DP2, replica="mirror"),
+    instances=1,
+    script=FRAMEWORKS / "train_mca.py",
+    paths=[str(FRAMEWORKS / "small_mca")],
 )
 
 
@@ -125,6 +134,45 @@ def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
     assert ended.code == 0, ended.log[-3000:]
     assert "restart 1 of 1: from step 4, 0 steps lost" in ended.log
     assert any("online recovery: no (the engine of rollouts" in line for line in ended.said), ended.said
+    outcome.assert_same_training(ended, undisturbed.records)
+
+
+def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
+    """An epoch has six steps, of which the last takes a batch of the next pass; its own resume repeats one of
+    this pass there. A restart and an online recovery go on in the middle of a pass, at its end, and after it.
+    """
+    job, output = ("--save-steps", "2", "--output-dir"), tmp_path / "output"
+    undisturbed = mca(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    faults = ["rank=1,step=4,phase=backward,kind=sigkill"]
+    ended = mca(tmp_path / "job", *job, str(output), faults=faults)
+    assert ended.code == 137, ended.log[-3000:]
+    resumed = ("--resume-from-checkpoint", str(output / "last_words/iter_0000003"))
+    own = ("--last", "5", *job, str(tmp_path / "own-alone"))
+    alone = mca(tmp_path / "alone", *resumed, *own, launcher="torchrun")
+    assert alone.code == 0, alone.log[-3000:]
+    outcome.assert_same_training(alone, undisturbed.records, (4, 5))
+    (output / "checkpoint-99").mkdir()  # a save of the model alone, from which no job can resume
+    (output / "checkpoint-99/trainer_state.json").write_text('{"global_step": 99}')
+    faults = [
+        "rank=1,step=6,phase=backward,kind=sigkill",
+        "rank=0,step=8,phase=backward,kind=sigkill,restart=1",
+    ]
+    ended = mca(tmp_path / "again", *resumed, *job, str(output), restarts=2, faults=faults)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "restart 2 of 2: from step 7, 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed.records, range(4, ITERATIONS + 1))
+    options = ("--ttp-replica", "none", "--ttp-host-copy", "1", "--ttp-online", "60", "--ttp-spares", "0")
+    faults = [
+        "rank=1,step=4,phase=update,kind=sigkill",
+        "rank=0,step=6,phase=update,kind=sigkill",
+        "rank=1,step=7,phase=update,kind=sigkill,restart=-1,also=0",
+    ]
+    job = ("--save-steps", "2", "--output-dir", str(tmp_path / "copied"))
+    ended = mca(tmp_path / "copies", *job, layout=DP2, restarts=3, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any("goes on after step 3, from copies in host memory" in line for line in ended.said), ended.said
+    assert any("step 6 is written from the copies in host memory" in line for line in ended.said), ended.said
     outcome.assert_same_training(ended, undisturbed.records)
 
 

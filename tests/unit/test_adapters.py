@@ -11,7 +11,7 @@ import pytest
 
 import adaptor
 from adaptor import patches
-from adaptor.adapters import megatron_bridge, ms_swift
+from adaptor.adapters import mcore_adapter, megatron_bridge, ms_swift
 
 
 def bridge_config(**sections: dict[str, Any]) -> SimpleNamespace:
@@ -87,6 +87,81 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
 def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
     (refusal,) = ms_swift.refused(SimpleNamespace(**{"tuner_type": "full", **options}))
     assert refusal.startswith(words)
+
+
+class PeftModel:
+    """A model with adapters."""
+
+
+class ExportableState:
+    """A callback with a state of its own."""
+
+
+def mca_trainer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNamespace:
+    """The trainer of a job that is protected, but for some options of its arguments."""
+    package, module = ModuleType("mcore_adapter.trainer"), ModuleType("mcore_adapter.trainer.trainer")
+    vars(module).update(PeftModel=PeftModel, ExportableState=ExportableState)
+    vars(package).update(trainer=module)
+    monkeypatch.setitem(sys.modules, "mcore_adapter", ModuleType("mcore_adapter"))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    arguments = {"ignore_data_skip": False, "auto_find_batch_size": False, **options}
+    return SimpleNamespace(
+        model=[object()],
+        args=SimpleNamespace(**arguments),
+        train_dataset=[1, 2],
+        callback_handler=SimpleNamespace(callbacks=[object()]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "parts", "words"),
+    [
+        ({"ignore_data_skip": True}, {}, "ignore_data_skip is True"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size is True"),
+        ({}, {"model": [PeftModel()]}, "the model is a PeftModel"),
+        ({}, {"train_dataset": iter([1])}, "the train dataset has no length"),
+    ],
+)
+def test_mcore_adapter_refuses(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], parts: dict[str, Any], words: str
+) -> None:
+    trainer = mca_trainer(monkeypatch, **options)
+    vars(trainer).update(parts)
+    (refusal,) = mcore_adapter.refused(trainer)
+    assert refusal.startswith(words)
+
+
+def test_mcore_adapter_restarts_all_where_a_callback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = mca_trainer(monkeypatch)
+    assert list(mcore_adapter.refused(trainer)) == []
+    assert mcore_adapter.why_not_online(trainer) == ""
+    trainer.callback_handler.callbacks.append(ExportableState())
+    assert mcore_adapter.why_not_online(trainer).startswith("ExportableState has a state of its own")
+
+
+def test_mcore_adapter_passes_over_saves_from_which_it_cannot_resume(tmp_path: Path) -> None:
+    def save(name: str, state: str, *others: str) -> Path:
+        for file in (*others, "rng_state_0.pth", "rng_state_1.pth"):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).touch()
+        (tmp_path / name / mcore_adapter.TRAINER_STATE).write_text(state)
+        return tmp_path / name
+
+    assert mcore_adapter._newest(tmp_path, 2) is None
+    save("checkpoint-9", '{"global_step": 9}')  # without its optimizer
+    save("checkpoint-8", '{"global_', mcore_adapter.SCHEDULER)  # cut off
+    save(
+        "checkpoint-7", '{"global_step": 7}', mcore_adapter.SCHEDULER, "iter_0000001/dist_model/metadata.json"
+    )
+    assert mcore_adapter._newest(tmp_path, 2) is None
+    newest = save("checkpoint-6", '{"global_step": 6}', mcore_adapter.SCHEDULER)
+    assert mcore_adapter._newest(tmp_path, 2) == newest
+    assert mcore_adapter._newest(tmp_path, 4) is None
+    last_words = tmp_path / mcore_adapter.LAST_WORDS
+    last_words.mkdir()
+    (last_words / mcore_adapter.TRACKER).write_text("6")
+    assert mcore_adapter._newest(tmp_path, 2) == last_words / "iter_0000006"
 
 
 def refused_by_mm(options: SimpleNamespace) -> list[str]:

@@ -61,15 +61,15 @@ class Planner:
         return content
 
 
-def write(folder: Path, parts: list[Planner], attempt: int = 1) -> list[FileEntry]:
+def write(folder: Path, parts: list[Planner], attempt: int = 1, below: str = "") -> list[FileEntry]:
     entries = []
     for planner in parts:
         part = RankPart(planner.rank, planner)
         assert part.has_data
         for name, act in ((part.data_file, part.write_data), (part.part_file, part.write_part)):
-            with HashingFile(folder / f"{name}.{attempt}") as file:
+            with HashingFile(folder / f"{below}{name}.{attempt}", base_folder=folder) as file:
                 act(file)
-            entries.append(file.entry(name, attempt))
+            entries.append(file.entry(f"{below}{name}", attempt))
     return entries
 
 
@@ -93,6 +93,17 @@ def test_parts_make_a_checkpoint_that_torch_loads(tmp_path: Path) -> None:
     assert metadata.mcore_data == {"of 2": {}, "of 10": {}}
     # A view is written without the rest of its memory.
     assert (final / "__2_0.distcp").stat().st_size == (final / "__10_0.distcp").stat().st_size
+
+
+def test_parts_in_a_folder_below_make_a_checkpoint_there(tmp_path: Path) -> None:
+    folder = publish.prepare(tmp_path, 3)
+    beside, below = write(folder, [Planner(0, slice(4))], below="a/"), write(folder, HALVES, below="a/b/")
+    assert publish.publish(tmp_path, 3, [*beside, *below], {}, 11)
+    final = tmp_path / "iter_0000003"
+    assert manifest.defects(final) == []
+    assert {path.name for path in (final / "a/b").iterdir()} == {METADATA, "__10_0.distcp", "__2_0.distcp"}
+    for inside in ("a", "a/b"):
+        assert torch.equal(sharded.load(final / inside)["weight"], WHOLE)
 
 
 def test_a_hole_is_found_before_anything_is_named(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def refused(name: str, kind: type[AdaptorError]) -> str:
 def test_the_adaptors_own_are_found_in_the_same_way() -> None:
     assert plug_ins.names(plug_ins.DEVICES) == ("cpu", "cuda", "npu")
     assert plug_ins.names(plug_ins.ENGINES) == ("builtin", "mindio")
-    assert plug_ins.names(plug_ins.FORMATS) == ("torch", "torch_dist")
+    assert plug_ins.names(plug_ins.FORMATS) == ("mcore_adapter", "torch", "torch_dist")
     assert isinstance(engines.find("builtin"), engines.Builtin)
 
 
