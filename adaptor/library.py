@@ -13,7 +13,6 @@ from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
-    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.frameworks.library_loop import OwnLoopRecovery
 
 T = TypeVar("T")
@@ -250,16 +249,13 @@ def _claim(optimizer: Any) -> None:
 
 
 def protect(
-    *,
     model: Sequence[Any],
     optimizer: Any,
     save: str | Path,
-    step: int = 0,
-    scheduler: Any = None,
-    samples_per_step: int | Callable[[], int] = 0,
-    extra: Mapping[str, Any] | None = None,
-    format: str = "torch",
-    contents: CheckpointContents | None = None,
+    step: int,
+    samples_per_step: int | Callable[[], int],
+    format: str,
+    **described: Any,
 ) -> Protection:
     """Do the work of `adaptor.protect`, if the adaptor is enabled; with the same arguments.
 
@@ -267,14 +263,11 @@ def protect(
         UnsupportedError: as `adaptor.protect` says.
     """
     import torch
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.package_info import __version__
 
     from adaptor import context, hooks, patching
     from adaptor.checkpoint import left_overs, save_folder_claim, step_record
-    from adaptor.checkpoint.step_record import RandomStates
-    from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-    from adaptor.checkpoint.training_state import CheckpointContents, place_of
     from adaptor.frameworks import (
         kernel_timeout,
         library_loop,
@@ -292,7 +285,6 @@ def protect(
     patching.check("ttp")
     supported_options.require_no_layout_only()
     step = _whole_number(step)
-    contents = contents or CheckpointContents()
     increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
     model = _require_megatron(model, optimizer)
     optimizer_instances.require_groups()
@@ -324,7 +316,6 @@ def protect(
     if torch.distributed.get_rank() == 0 and not comes_new:
         save_folder_claim.claim(save)
         left_overs.clean(Path(save))
-    rank_folder = library_loop.folder_of_rank()
     runtime_of_rank = runtime.get()
     # A new process does not ask: the ranks that train tell it whether they make copies.
     copies = comes_new or context.part(library_loop.CopiesAsked).asked
@@ -333,40 +324,22 @@ def protect(
     if isinstance(runtime_of_rank, runtime.Runtime):
         state_comparison.attach(runtime_of_rank)
     everyone = group.of_everyone()
-
-    def describe(is_repeated: bool) -> MegatronTrainee:
-        """Describe the shards of this rank: collective. `is_repeated`: the user has been told."""
-        mirrors = replicas_of(
-            optimizer,
-            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            parallel_state.get_expert_data_parallel_world_size(),
-            is_repeated,
-        )
-        place = place_of(optimizer, mirrors, rank_folder, everyone, copies=copies)
-        return MegatronTrainee(
-            state=library_loop.training_state(model, optimizer, scheduler, extra, place, format, contents),
-            save_folder=str(Path(save).resolve()),
-            shares=place.shares,
-            random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
-            counters=contents.counters,
-            growth=contents.growth,
-            increment=increment,
-            barrier=lambda: group.barrier(everyone),
-            mirrors=mirrors,
-            local_copy=local_copy_of(optimizer, mirrors, is_repeated),
-            survives=place.survives,
-            shares_by_rank=place.shares_by_rank,
-        )
-
+    protected = library_loop.protected_state(
+        model=model,
+        optimizer=optimizer,
+        save=save,
+        format=format,
+        increment=increment,
+        may_copy=copies,
+        **described,
+    )
     session = runtime.get().session
     context.part(Watchdogs).warn_if_on()
     recovery = None
     if worker is not None:
-        recovery = OwnLoopRecovery(
-            worker, session, model, optimizer, rank_folder, lambda: describe(is_repeated=True)
-        )
+        recovery = OwnLoopRecovery(worker, session, protected)
     if not comes_new:
-        trainee = describe(is_repeated=False)
+        trainee = protected.trainee(everyone, is_repeated=False)
         if step:
             state_comparison.compare_own_load(Path(save), step, trainee)
         trainee = copier.reserve(session, trainee)
@@ -376,19 +349,9 @@ def protect(
     return Protection(session, step, recovery)
 
 
-def write_host_copies(
-    *,
-    model: Sequence[Any],
-    optimizer: Any,
-    save: str | Path,
-    scheduler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    format: str = "torch",
-    contents: CheckpointContents | None = None,
-) -> int | None:
+def write_host_copies(*, model: Sequence[Any], optimizer: Any, **described: Any) -> int | None:
     """Do the work of `adaptor.write_host_copies`, if the adaptor is enabled; with the same arguments."""
     from adaptor import patching
-    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.frameworks import library_loop
     from adaptor.online import rejoin
 
@@ -398,5 +361,5 @@ def write_host_copies(
     if rejoin.is_newcomer():  # its state comes from others
         return None
     return library_loop.write_host_copies(
-        chunks, optimizer, scheduler, Path(save), extra, format, contents or CheckpointContents()
+        library_loop.protected_state(model=chunks, optimizer=optimizer, **described)
     )

@@ -332,10 +332,9 @@ def _body(
     body["checkpoint_version"] = 3.0
     body["iteration"] = record.step
     model = _format(state).model(state.chunks)
-    if state.keeps is not None:
+    if (keeps := state.contents.keeps) is not None:
         model = {
-            key: {name: value for name, value in saved.items() if state.keeps(name)}
-            for key, saved in model.items()
+            key: {name: value for name, value in saved.items() if keeps(name)} for key, saved in model.items()
         }
     body.update(model)
     if not shards.is_stub(state.optimizer):

@@ -26,7 +26,14 @@ from adaptor.checkpoint import disk, shards, state_writer, step_record
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates, StepRecord
-from adaptor.checkpoint.training_state import TrainingState
+from adaptor.checkpoint.training_state import (
+    CheckpointContents,
+    CheckpointPlacement,
+    FormatFactory,
+    TrainingState,
+    place_of,
+    unwrapped,
+)
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -36,6 +43,7 @@ from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
 from adaptor.replica import choice, optimizer_state, twin
 from adaptor.replica.choice import ReplicaChoice
+from adaptor.replica.group import barrier
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
 from adaptor.verification.given_sums import GivenSums
@@ -187,6 +195,100 @@ class MegatronTrainee:
             state = replace(state, optimizer=self.local_copy.optimizer, live=state.optimizer)
             mirrors = self.local_copy.mirrors
         return write_group(state, mirrors, self.device, record, order, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectedState:
+    """The state of a job on this rank, as a script or the adapter of its framework describes it.
+
+    Attributes:
+        model: its chunks
+        save: the folder of the checkpoints
+        group: a name for the ranks with the model of this rank: the folder of their files in a checkpoint
+        make_format: makes the format of last words
+        increment: see `MegatronTrainee`
+        random: makes the random states; collective
+        sizes: returns the size of the data-parallel group, context parallel included, and the number of ranks
+            with the same experts
+        may_copy: whether the job may have copies in host memory (TTP_HOST_COPY)
+        args, extra, beside: see `TrainingState`; `args` as on the rank that may write
+        on_top: returns further files of the checkpoint, in every format; collective
+    """
+
+    model: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    save: str | Path
+    group: str
+    make_format: FormatFactory
+    contents: CheckpointContents
+    increment: Callable[[], int]
+    random: Callable[[], RandomStates]
+    sizes: Callable[[], tuple[int, int]]
+    may_copy: bool = True
+    args: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    on_top: Callable[[TrainingState, CheckpointPlacement, dist.ProcessGroup], Mapping[str, bytes]] = (
+        lambda *_: {}
+    )
+
+    def at(self, place: CheckpointPlacement) -> TrainingState:
+        """Return this rank's part of a checkpoint, but for its format and the files on top."""
+        local_rank = place.first % context.part(WorkerPlace).local_size
+        return TrainingState(
+            model=[unwrapped(chunk) for chunk in self.model],
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            folder=place.group,
+            args=self.args,
+            args_overrides={"rank": place.first, "local_rank": local_rank},
+            extra=self.extra,
+            stored=place.stored,
+            beside=self.beside,
+            contents=self.contents,
+            writes_common=place.first == 0,
+        )
+
+    def place(
+        self, everyone: dist.ProcessGroup, mirrors: Sequence[Mirror | None] = ()
+    ) -> CheckpointPlacement:
+        """Find this rank's place in checkpoints: collective."""
+        mirrors = mirrors or (None,) * len(step_record.chain(self.optimizer))
+        return place_of(self.optimizer, mirrors, self.group, everyone, copies=self.may_copy)
+
+    def placed(
+        self, everyone: dist.ProcessGroup, mirrors: Sequence[Mirror | None] = ()
+    ) -> tuple[TrainingState, CheckpointPlacement]:
+        """Return this rank's part of a checkpoint, and its place there: collective."""
+        place = self.place(everyone, mirrors)
+        state = self.at(place)
+        state = replace(state, on_top=self.on_top(state, place, everyone))
+        return replace(state, format=self.make_format(state, place.first)), place
+
+    def trainee(self, everyone: dist.ProcessGroup, is_repeated: bool) -> MegatronTrainee:
+        """Return the training state of this rank: collective.
+
+        Args:
+            everyone: the adaptor's group of all ranks.
+            is_repeated: the user has been told of replicas and copies.
+        """
+        mirrors = replicas_of(self.optimizer, *self.sizes(), is_repeated)
+        state, place = self.placed(everyone, mirrors)
+        return MegatronTrainee(
+            state=state,
+            save_folder=str(Path(self.save).resolve()),
+            shares=place.shares,
+            random=self.random(),
+            counters=self.contents.counters,
+            growth=self.contents.growth,
+            increment=self.increment,
+            barrier=lambda: barrier(everyone),
+            mirrors=mirrors,
+            local_copy=local_copy_of(self.optimizer, mirrors, is_repeated),
+            survives=place.survives,
+            shares_by_rank=place.shares_by_rank,
+        )
 
 
 def write_group(

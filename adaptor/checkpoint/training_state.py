@@ -7,7 +7,7 @@ Invariant of `place_of`: all ranks find the same groups and shards, from the gat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -169,7 +169,6 @@ class TrainingState:
         args_overrides: the values of the namespace on data-parallel rank 0 without the adaptor (`rank`, ...)
         extra: further entries beside the framework's own
         stored: per optimizer of the chain: whether the rank's group saves the state; empty: yes
-        keeps: whether an entry of the model is saved, by name; None: all are
         beside: further files of the rank's folder, by name, unknown to the framework
         on_top: further files of the checkpoint, by path below the folder, in every format
         writes_common: whether the rank writes the files that a checkpoint has once
@@ -185,7 +184,6 @@ class TrainingState:
     args_overrides: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     stored: tuple[bool, ...] = ()
-    keeps: Callable[[str], bool] | None = None
     beside: Mapping[str, bytes] = field(default_factory=dict)
     on_top: Mapping[str, bytes] = field(default_factory=dict)
     contents: CheckpointContents = CheckpointContents()
@@ -218,14 +216,11 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def in_format(name: str, state: TrainingState, first: int, setting: str) -> TrainingState:
-    """Return `state` with the chosen format for last words; on every rank at the same time.
-
-    `name` is an entry point of `ttp_adaptor.formats`, chosen in `setting`; the framework lets `first` write,
-    the lowest rank of the group. Raises ConfigError, UnsupportedError.
+def format_named(name: str, setting: str) -> FormatFactory:
+    """Return the maker of the format for last words that is chosen in `setting`, an entry point of
+    `ttp_adaptor.formats`. Raises ConfigError.
     """
-    make = cast(FormatFactory, plug_ins.choose(plug_ins.FORMATS, name, setting, "or set ENABLE_TTP=False"))
-    return replace(state, format=make(state, first))
+    return cast(FormatFactory, plug_ins.choose(plug_ins.FORMATS, name, setting, "or set ENABLE_TTP=False"))
 
 
 @dataclass(frozen=True)
@@ -301,27 +296,3 @@ def _survives(kind: str, everywhere: Sequence[tuple[tuple[Share, ...], int]], co
         for owners in shard_group.owners.values()
     )
     return tolerance.survives("no second copies" if alone else kind, shares_by_rank, nodes, copied)
-
-
-def state_at(
-    place: CheckpointPlacement,
-    model: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    args: Any,
-    **further_fields: Any,
-) -> TrainingState:
-    """Return the training state of a rank at `place`; `args` as on the rank that may write."""
-    return TrainingState(
-        model=[unwrapped(chunk) for chunk in model],
-        optimizer=optimizer,
-        scheduler=scheduler,
-        folder=place.group,
-        args=args,
-        args_overrides={
-            "rank": place.first,
-            "local_rank": place.first % context.part(WorkerPlace).local_size,
-        },
-        stored=place.stored,
-        **further_fields,
-    )

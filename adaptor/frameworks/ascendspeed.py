@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from adaptor import context
 from adaptor.checkpoint import format_torch
 from adaptor.checkpoint.step_record import RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-from adaptor.checkpoint.training_state import Files, TrainingState, place_of, state_at
+from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
+from adaptor.checkpoint.training_state import CheckpointContents, Files, TrainingState
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
 from adaptor.replica import group
@@ -93,7 +94,6 @@ def trainee(
 
     args = get_args()
     size = parallel_state.get_data_parallel_world_size()
-    folder = Path(get_checkpoint_name("", 0)).parent.name
 
     def batch() -> int:
         return int(size * args.micro_batch_size * get_num_microbatches())
@@ -119,26 +119,23 @@ def trainee(
             "consumed_train_tokens": batch() * args.seq_length,
         }
 
-    is_repeated = everyone is not None
-    everyone = everyone or group.of_everyone()
-    mirrors = replicas_of(optimizer, size, size, is_repeated)
-    place = place_of(optimizer, mirrors, folder, everyone, copies=False)
-    return MegatronTrainee(
-        state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
-        save_folder=str(Path(args.save).resolve()),
-        shares=place.shares,
-        random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
-        counters=counters,
-        growth=growth,
+    protected = ProtectedState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        save=args.save,
+        group=Path(get_checkpoint_name("", 0)).parent.name,
+        make_format=lambda _state, _first: AscendSpeedFormat(),
+        contents=CheckpointContents(counters, growth),
         increment=batch,
-        barrier=lambda: group.barrier(everyone),
-        mirrors=mirrors,
-        local_copy=local_copy_of(optimizer, mirrors, is_repeated),
-        survives=place.survives,
-        shares_by_rank=place.shares_by_rank,
-        # It is called before the tokens of the step are counted.
-        also=lambda: {"token_num": args.consumed_train_tokens},
+        random=lambda: RandomStates(tensor_parallel.get_cuda_rng_tracker()),
+        sizes=lambda: (size, size),
+        may_copy=False,
+        args=args,
     )
+    trainee = protected.trainee(everyone or group.of_everyone(), is_repeated=everyone is not None)
+    # It is called before the tokens of the step are counted.
+    return replace(trainee, also=lambda: {"token_num": args.consumed_train_tokens})
 
 
 class AscendSpeedFormat(format_torch.TorchFormat):

@@ -13,23 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from adaptor import context
-from adaptor.checkpoint import step_record
-from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import MegatronTrainee, device_of
-from adaptor.checkpoint.training_state import (
-    CheckpointContents,
-    CheckpointPlacement,
-    TrainingState,
-    in_format,
-    place_of,
-    unwrapped,
-)
+from adaptor.checkpoint.step_record import RandomStates, StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
+from adaptor.checkpoint.training_state import CheckpointContents, format_named
 from adaptor.context import Context
-from adaptor.devices.device import Device
 from adaptor.errors import StartError, UnsupportedError
 from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
@@ -38,6 +28,7 @@ from adaptor.online.rejoin import Rejoin
 from adaptor.online.state import Loop
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
+from adaptor.replica import group
 from adaptor.worker.runtime import UNDECIDED
 from adaptor.worker.session import Session
 
@@ -73,57 +64,44 @@ def folder_of_rank() -> str:
     )
 
 
-def training_state(
+def protected_state(
+    *,
     model: Sequence[Any],
     optimizer: Any,
-    scheduler: Any,
-    extra: Mapping[str, Any] | None,
-    place: CheckpointPlacement,
-    format: str,
-    contents: CheckpointContents,
-) -> TrainingState:
-    """Return this rank's part of a checkpoint.
-
-    Args:
-        scheduler: of the learning rate; None: no scheduler.
-    """
-    state = TrainingState(
-        model=[unwrapped(chunk) for chunk in model],
+    save: str | Path,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    format: str = "torch",
+    contents: CheckpointContents | None = None,
+    increment: Callable[[], int] = lambda: 0,
+    may_copy: bool = True,
+) -> ProtectedState:
+    """Return the state that `adaptor.protect` is given, with the same arguments."""
+    return ProtectedState(
+        model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        folder=folder_of_rank(),
+        save=save,
+        group=folder_of_rank(),
+        make_format=format_named(format, "format"),
+        contents=contents or CheckpointContents(),
+        increment=increment,
+        random=lambda: RandomStates(tensor_parallel.get_cuda_rng_tracker()),
+        sizes=lambda: (
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            parallel_state.get_expert_data_parallel_world_size(),
+        ),
+        may_copy=may_copy,
         extra=extra or {},
-        stored=place.stored,
-        keeps=contents.keeps,
-        contents=contents,
-        writes_common=place.first == 0,
     )
-    return in_format(format, state, place.first, "format")
 
 
-def write_host_copies(
-    model: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    save: Path,
-    extra: Mapping[str, Any] | None,
-    format: str,
-    contents: CheckpointContents,
-) -> int | None:
+def write_host_copies(protected: ProtectedState) -> int | None:
     """Implement `adaptor.write_host_copies` in a process that trains with others."""
     context.part(CopiesAsked).asked = True
     if context.get().settings.host_copy == 0 or not context.part(Generation).is_restart:
         return None
-    none_mirrored = (None,) * len(step_record.chain(optimizer))
-
-    def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        place = place_of(optimizer, none_mirrored, folder_of_rank(), everyone)
-        state = training_state(model, optimizer, scheduler, extra, place, format, contents)
-        return state, place, device_of(model, optimizer)
-
-    written = rebuild.write_newest(save.resolve(), optimizer, describe)
+    written = rebuild.write_newest(protected)
     copier.require_training()
     return written
 
@@ -137,8 +115,6 @@ class LibraryLoop(Loop):
     """A custom training loop (`online.state.Loop`).
 
     Args:
-        group: the folder of this rank's files.
-        describe: describes this rank's state: collective.
         go_back: brings the script back to the end of a step.
         last: the number of the last step; None: the loop knows its last step.
         has_copies: `go_back` can set the loop to a step of any copy in host memory.
@@ -146,19 +122,14 @@ class LibraryLoop(Loop):
 
     def __init__(
         self,
-        model: Sequence[Any],
-        optimizer: Any,
-        group: str,
-        describe: Callable[[], MegatronTrainee],
+        protected: ProtectedState,
         session: Session,
         go_back: GoBack | None,
         last: int | None,
         has_copies: bool,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._group = group
-        self._describe = describe
+        self._protected = protected
+        self._model, self._optimizer = protected.model, protected.optimizer
         self._session = session
         self._go_back = go_back
         self._last = last
@@ -166,7 +137,7 @@ class LibraryLoop(Loop):
         self._record: StepRecord | None = None  # of the step to go back to, before the next
 
     def group(self) -> str:
-        return self._group
+        return self._protected.group
 
     def optimizer(self) -> Any:
         return self._optimizer
@@ -182,7 +153,9 @@ class LibraryLoop(Loop):
         megatron_settle.settle_optimizer(self._optimizer)
 
     def trainee(self, record: StepRecord) -> MegatronTrainee:
-        return self._describe()
+        everyone = group.of_this_job()
+        assert everyone is not None
+        return self._protected.trainee(everyone, is_repeated=True)
 
     def agree(self, step: int) -> None:
         """Nothing comes after a step: it is in the function."""
@@ -216,25 +189,13 @@ class LibraryLoop(Loop):
 
 
 class OwnLoopRecovery:
-    """Online recovery of a custom loop; the loop's first step decides whether recovery is possible.
+    """Online recovery of a custom loop; the loop's first step decides whether recovery is possible."""
 
-    Args:
-        model, optimizer, group, describe: see `LibraryLoop`.
-    """
-
-    def __init__(
-        self,
-        worker: Rejoin,
-        session: Session,
-        model: Sequence[Any],
-        optimizer: Any,
-        group: str,
-        describe: Callable[[], MegatronTrainee],
-    ) -> None:
+    def __init__(self, worker: Rejoin, session: Session, protected: ProtectedState) -> None:
         self._worker = worker
         self._session = session
-        self._given = (model, optimizer, group, describe)
-        config = getattr(optimizer, "config", None)
+        self._protected = protected
+        model, config = protected.model, getattr(protected.optimizer, "config", None)
         self._why_not = why_not_on_core(model[0].config, model[0].ddp_config, config)
         worker.set_online_support(self._why_not or UNDECIDED)
 
@@ -294,4 +255,4 @@ class OwnLoopRecovery:
             if why_not:
                 return train()
         # Only a framework's loop knows its last step, and goes back to any step.
-        return worker.run(LibraryLoop(*self._given, session, go_back, last, last is None), train)
+        return worker.run(LibraryLoop(self._protected, session, go_back, last, last is None), train)

@@ -14,24 +14,20 @@ from typing import Any
 import torch.distributed as dist
 
 from adaptor import context
-from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, device_of, local_copy_of, replicas_of
+from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
 from adaptor.checkpoint.training_state import (
     FLOPS,
+    CheckpointContents,
     CheckpointPlacement,
     TrainingState,
-    in_format,
-    place_of,
-    state_at,
+    format_named,
 )
-from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
 from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.online.data_rewind import DataRewind
 from adaptor.replica import group
-from adaptor.replica.mirror import Mirror
 
 # The counters in the framework's arguments; a version may lack some.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -68,11 +64,40 @@ def trainee(
         everyone: all ranks; None where the group has to be made, and the user told.
         train_data: the iterator over the data of training, where this rank reads data.
     """
+    from megatron.training import get_args
+
+    require_unconverted(model)
+    args = get_args()
+    is_repeated = everyone is not None
+    everyone = everyone or group.of_everyone()
+    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
+    broadcast = [args.eval_iters]
+    dist.broadcast_object_list(broadcast, src=0, group=everyone)
+    protected = _protected_state(model, optimizer, scheduler, so_far, *broadcast)
+    return replace(
+        protected.trainee(everyone, is_repeated),
+        rerun=_rerun_state(rerun),
+        loaders=_loader_states(train_data),
+    )
+
+
+def _protected_state(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    so_far: float = 0,
+    eval_iters: int | list[int] = 0,
+) -> ProtectedState:
+    """Return the state of this rank, from the framework's globals.
+
+    Args:
+        so_far: see `trainee`.
+        eval_iters: see `evaluated`.
+    """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 
-    require_unconverted(model)
     # Up to 0.7 they are not of the core.
     core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
     batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
@@ -104,37 +129,28 @@ def trainee(
             FLOPS: operation_count,
         }
 
-    is_repeated = everyone is not None
-    everyone = everyone or group.of_everyone()
-    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
-    broadcast = [args.eval_iters]
-    dist.broadcast_object_list(broadcast, src=0, group=everyone)
-    (eval_iters,) = broadcast
-    mirrors = replicas_of(
-        optimizer,
-        mpu.get_data_parallel_world_size(with_context_parallel=True),
-        supported_options.expert_data_parallel_size(args),
-        is_repeated,
-    )
-    state, place = _state_of(model, optimizer, scheduler, mirrors, everyone)
-    return MegatronTrainee(
-        state=state,
-        save_folder=str(Path(args.save).resolve()),
-        shares=place.shares,
-        random=RandomStates(
+    keeps = adapter_base.is_kept if adapter_base.is_filtered(args) else None
+    return ProtectedState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        save=args.save,
+        group=_group(args),
+        # Up to 0.6 there is one format, and no option that names it.
+        make_format=format_named(getattr(args, "ckpt_format", "torch"), "--ckpt-format"),
+        contents=CheckpointContents(counters, growth, keeps=keeps),
+        increment=batch,
+        random=lambda: RandomStates(
             tensor_parallel.get_cuda_rng_tracker(),
             mpu.get_data_parallel_group() if args.data_parallel_random_init else None,
         ),
-        counters=counters,
-        growth=growth,
-        increment=batch,
-        barrier=lambda: group.barrier(everyone),
-        mirrors=mirrors,
-        rerun=_rerun_state(rerun),
-        local_copy=local_copy_of(optimizer, mirrors, is_repeated),
-        survives=place.survives,
-        shares_by_rank=place.shares_by_rank,
-        loaders=_loader_states(train_data),
+        sizes=lambda: (
+            mpu.get_data_parallel_world_size(with_context_parallel=True),
+            supported_options.expert_data_parallel_size(args),
+        ),
+        args=args,
+        beside=context.part(adapter_base.AdapterBase).files(),
+        on_top=layout_beside.take,
     )
 
 
@@ -174,33 +190,6 @@ def _loader_states(train_data: Any) -> LoaderStates:
     return states
 
 
-def _state_of(
-    model: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    mirrors: Sequence[Mirror | None],
-    everyone: dist.ProcessGroup,
-) -> tuple[TrainingState, CheckpointPlacement]:
-    """Return this rank's part of a checkpoint, and this rank's place in checkpoints: collective."""
-    from megatron.training import get_args
-
-    args = get_args()
-    place = place_of(optimizer, mirrors, _group(args), everyone)
-    state = state_at(
-        place,
-        model,
-        optimizer,
-        scheduler,
-        args,
-        keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
-        beside=context.part(adapter_base.AdapterBase).files(),
-        writes_common=place.first == 0,
-    )
-    state = replace(state, on_top=layout_beside.take(state, place, everyone))
-    # Up to 0.6 there is one format, and no option that names it.
-    return in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"), place
-
-
 def _group(args: Any) -> str:
     """Return a name for the ranks with the model of this rank: the name of their folder in the format
     `torch`.
@@ -221,13 +210,10 @@ def described(model: Sequence[Any], optimizer: Any) -> tuple[TrainingState, Chec
 
     For reading only: without scheduler, counters and second copies.
     """
-    from megatron.training import get_args
-
-    args = get_args()
-    everyone = dist.group.WORLD
+    protected, everyone = _protected_state(model, optimizer, None), dist.group.WORLD
     assert everyone is not None
-    place = place_of(optimizer, (None,) * len(step_record.chain(optimizer)), _group(args), everyone)
-    return state_at(place, model, optimizer, None, args), place
+    place = protected.place(everyone)
+    return protected.at(place), place
 
 
 def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
@@ -239,17 +225,8 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
 
     from adaptor.host_copy import rebuild
 
-    args = get_args()
-    chain = step_record.chain(optimizer)
-
-    def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        state, place = _state_of(model, optimizer, scheduler, (None,) * len(chain), everyone)
-        return state, place, device_of(model, optimizer)
-
-    if rebuild.write_newest(Path(args.save).resolve(), optimizer, describe) is not None:
-        megatron_restart.resume_after_restart(args)
+    if rebuild.write_newest(_protected_state(model, optimizer, scheduler)) is not None:
+        megatron_restart.resume_after_restart(get_args())
 
 
 def evaluated(args: Any, iters: int | list[int], step: int) -> int:

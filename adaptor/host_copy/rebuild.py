@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptor import context, output, text
 from adaptor.checkpoint import publish, step_record, tracker
-from adaptor.checkpoint.trainee import write_group
+from adaptor.checkpoint.trainee import ProtectedState, device_of, write_group
 from adaptor.checkpoint.training_state import CheckpointPlacement, TrainingState
 from adaptor.controller.plan import Plan, groups_of, plan
 from adaptor.devices.device import Device
@@ -49,19 +49,14 @@ _Key = tuple[str, int]
 _Copy = tuple[_Key, int]
 
 
-def write_newest(
-    save: Path, optimizer: Any, describe: Callable[[], tuple[TrainingState, CheckpointPlacement, Device]]
-) -> int | None:
-    """Write a checkpoint into `save` if all ranks have copies of a step newer than the saves; collective.
-
-    Args:
-        describe: returns the training state of this rank, its place in checkpoints and its device;
-            collective.
+def write_newest(protected: ProtectedState) -> int | None:
+    """Write a checkpoint if all ranks have copies of a step newer than the saves; collective.
 
     Returns:
         The written step; None: no copies exist, or the write failed, as a line says.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    save = Path(protected.save).resolve()
     readable_copies = _held()
     holders = _holders(
         gather_values({key: header.world_size for key, (_, header) in readable_copies.items()})
@@ -73,9 +68,11 @@ def write_newest(
         if newer_copies:
             _say(_incomplete(newer_copies, size))
         return None
-    state, place, device = describe()
+    assert everyone is not None
+    state, place = protected.placed(everyone)
+    device = device_of(protected.model, protected.optimizer)
     for key in sorted(complete_keys, key=_age, reverse=True):
-        with _put_back(optimizer):
+        with _put_back(protected.optimizer):
             problem = _write(save, key, readable_copies, holders[key], state, place, device)
         if not problem:
             since = f"later than step {saved}, which was saved" if saved is not None else "nothing was saved"

@@ -144,8 +144,10 @@ def test_copies_that_cannot_be_written_leave_the_optimizer_as_it_was(
 
     monkeypatch.setattr(rebuild.publish, "prepare", full)
     state = _State(taken.state.optimizer, taken.state.model)
-    described: Any = (state, SimpleNamespace(shares=()), HOST)
-    assert rebuild.write_newest(tmp_path, taken.state.optimizer, lambda: described) is None
+    protected: Any = SimpleNamespace(
+        **vars(state), save=tmp_path, placed=lambda everyone: (state, SimpleNamespace(shares=()))
+    )
+    assert rebuild.write_newest(protected) is None
     assert "step 20 cannot be written from the copies in host memory: no space" in capfd.readouterr().out
     assert all(map(torch.equal, tensors(taken), before))
 

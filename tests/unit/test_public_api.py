@@ -101,6 +101,7 @@ def test_a_loop_of_ones_own_notes_when_kernels_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(optimizer_instances, "require_groups", lambda: None)
     monkeypatch.setattr(library, "_claim", lambda optimizer: None)
     chunk = SimpleNamespace(config=object(), ddp_config=object())
+    optimizer = SimpleNamespace(get_loss_scale=None)
     with pytest.raises(StopIteration):
-        library.protect(model=[chunk], optimizer=SimpleNamespace(get_loss_scale=None), save=tmp_path)
+        library.protect([chunk], optimizer, tmp_path, 0, 0, "torch")
     assert noted == [chunk.config]
