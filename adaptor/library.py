@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -267,20 +268,18 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import context, hooks, patching
-    from adaptor.checkpoint import left_overs, save_folder_claim, step_record
+    from adaptor.checkpoint import left_overs, save_folder_claim
     from adaptor.frameworks import (
         kernel_timeout,
         library_loop,
         optimizer_instances,
         state_comparison,
         supported_options,
+        training_loop,
     )
     from adaptor.frameworks.library_loop import OwnLoopRecovery
-    from adaptor.host_copy import copier
     from adaptor.online import rejoin
-    from adaptor.replica import group
     from adaptor.worker import runtime
-    from adaptor.worker.framework_watchdogs import Watchdogs
 
     patching.check("ttp")
     supported_options.require_no_layout_only()
@@ -316,14 +315,9 @@ def protect(
     if torch.distributed.get_rank() == 0 and not comes_new:
         save_folder_claim.claim(save)
         left_overs.clean(Path(save))
-    runtime_of_rank = runtime.get()
     # A new process does not ask: the ranks that train tell it whether they make copies.
     copies = comes_new or context.part(library_loop.CopiesAsked).asked
-    if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
-        copier.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
-    if isinstance(runtime_of_rank, runtime.Runtime):
-        state_comparison.attach(runtime_of_rank)
-    everyone = group.of_everyone()
+    training_loop.attach(copies=copies)
     protected = library_loop.protected_state(
         model=model,
         optimizer=optimizer,
@@ -333,20 +327,10 @@ def protect(
         may_copy=copies,
         **described,
     )
-    session = runtime.get().session
-    context.part(Watchdogs).warn_if_on()
-    recovery = None
-    if worker is not None:
-        recovery = OwnLoopRecovery(worker, session, protected)
-    if not comes_new:
-        trainee = protected.trainee(everyone, is_repeated=False)
-        if step:
-            state_comparison.compare_own_load(Path(save), step, trainee)
-        trainee = copier.reserve(session, trainee)
-        for hook in hooks.of_worker():
-            hook.watch(trainee.state.model)
-        session.begin_training(trainee, step_record.inner(optimizer), step)
-    return Protection(session, step, recovery)
+    recovery = None if worker is None else OwnLoopRecovery(worker, protected)
+    compare = partial(state_comparison.compare_own_load, Path(save), step) if step else None
+    training_loop.begin_training(protected, step, compare)
+    return Protection(runtime.get().session, step, recovery)
 
 
 def write_host_copies(*, model: Sequence[Any], optimizer: Any, **described: Any) -> int | None:

@@ -24,14 +24,14 @@ _OPTIMIZER = "ascendspeed.optimizer.optimizer"
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    from adaptor.frameworks import ascendspeed_online, training_loop
+    from adaptor.frameworks import training_loop
     from adaptor.online import rejoin
 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
     with training_loop.loads_nothing(get_args()):
         result = wrapped(*args, **kwargs)
-    ascendspeed_online.take_place(get_args())
+    training_loop.take_place(get_args())
     return result
 
 

@@ -28,8 +28,11 @@ training = patching.Unit("ascendspeed-training", framework="ascendspeed", tested
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_lm  # torch, which is for the script to import
+
     # It counts its floating-point operations from 0, also where it goes on from a checkpoint.
-    megatron_training.begin_training(args, kwargs, operations=0)
+    _, protected = megatron_lm.called(args, kwargs, operations=0)
+    megatron_lm.begin_training(protected)
     trained = wrapped(*args, **kwargs)
     runtime.get().session.end_training()
     return trained
@@ -61,16 +64,9 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     ),
 )
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import ascendspeed_online
-    from adaptor.online import rejoin  # torch, which is for the script to import
+    from adaptor.frameworks import ascendspeed_online  # torch, which is for the script to import
 
-    if rejoin.of_this_process() is None:
-        ascendspeed_online.begin_training(args, kwargs)
-        trained = wrapped(*args, **kwargs)
-    else:
-        trained = ascendspeed_online.train(wrapped, args, kwargs)
-    runtime.get().session.end_training()
-    return trained
+    return ascendspeed_online.train(wrapped, args, kwargs)
 
 
 @training.patch(

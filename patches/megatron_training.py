@@ -43,15 +43,12 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    from adaptor.frameworks import kernel_timeout
-
-    def begin() -> None:
-        operations = get_args().num_floating_point_operations_so_far
-        megatron_training.begin_training(args, kwargs, operations)
+    from adaptor.frameworks import kernel_timeout, megatron_online  # torch, which is for the script to import
 
     kernel_timeout.note(get_args())
+    operations = get_args().num_floating_point_operations_so_far
     tolerance = context.part(FailedSaves).in_loop()
-    return megatron_training.train(wrapped, args, kwargs, begin, tolerance=tolerance)
+    return megatron_online.train(wrapped, args, kwargs, operations, tolerance=tolerance)
 
 
 @training.patch(

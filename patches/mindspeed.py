@@ -58,14 +58,12 @@ def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
     from adaptor.frameworks.mindspeed_memory import MindspeedLoop  # torch, which is for the script to import
 
-    def begin() -> None:
-        # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save
-        # has no state of the rerun state machine.
-        megatron_training.begin_training(args, kwargs, operations=0, rerun=False)
-
-    return megatron_training.train(wrapped, args, kwargs, begin, MindspeedLoop)
+    # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save has no
+    # state of the rerun state machine.
+    return megatron_online.train(wrapped, args, kwargs, operations=0, kind=MindspeedLoop, rerun=False)
 
 
 @llm.patch(

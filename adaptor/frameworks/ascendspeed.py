@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from adaptor import context
 from adaptor.checkpoint import format_torch
 from adaptor.checkpoint.step_record import RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
+from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import CheckpointContents, Files, TrainingState
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
-from adaptor.replica import group
 
 _DEEPSPEED = "training by DeepSpeed, which has checkpoints of its own,"
 # As `supported_options` has them for Megatron-LM.
@@ -80,14 +77,8 @@ def data_parallel_size(args: Any) -> int:
     )
 
 
-def trainee(
-    model: Sequence[Any], optimizer: Any, scheduler: Any, everyone: dist.ProcessGroup | None = None
-) -> MegatronTrainee:
-    """The training state of this rank, from the framework's globals: collective.
-
-    Args:
-        everyone: all ranks; None where the group has to be made, and the user told.
-    """
+def protected_state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> ProtectedState:
+    """Return the state of this rank, from the framework's globals."""
     from ascendspeed import get_args, get_num_microbatches
     from ascendspeed.checkpointing import get_checkpoint_name
     from ascendspeed.core import parallel_state, tensor_parallel
@@ -119,7 +110,7 @@ def trainee(
             "consumed_train_tokens": batch() * args.seq_length,
         }
 
-    protected = ProtectedState(
+    return ProtectedState(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -132,10 +123,9 @@ def trainee(
         sizes=lambda: (size, size),
         may_copy=False,
         args=args,
+        # It is called before the tokens of the step are counted.
+        further=lambda _everyone: {"also": lambda: {"token_num": args.consumed_train_tokens}},
     )
-    trainee = protected.trainee(everyone or group.of_everyone(), is_repeated=everyone is not None)
-    # It is called before the tokens of the step are counted.
-    return replace(trainee, also=lambda: {"token_num": args.consumed_train_tokens})
 
 
 class AscendSpeedFormat(format_torch.TorchFormat):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from adaptor import context, hooks, patching, preflight
 from adaptor.checkpoint import save_folder_claim
 from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.context import Context
-from adaptor.frameworks import ascendspeed, megatron_training, supported_options, training_loop
+from adaptor.frameworks import ascendspeed, supported_options, training_loop
 from adaptor.frameworks.megatron_online_support import of_process_groups, of_torch
 from adaptor.frameworks.step_log import StepLog
 from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
@@ -32,8 +32,6 @@ from adaptor.online.data_rewind import DataRewind
 from adaptor.online.groups import Groups
 from adaptor.replica.choice import ReplicaChoice
 
-# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
-_ASKED = ("do_train", "do_valid", "do_test")
 NAMES = (
     *("forward_step_func", "model", "optimizer", "lr_scheduler"),
     *("train_data_iterator", "valid_data_iterator", "config"),
@@ -98,26 +96,15 @@ class AscendLoop(TrainingLoop):
     framework = "ascendspeed"
     module = "ascendspeed.training"
 
-    def __init__(self, train_call: dict[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, protected: ProtectedState, train_call: dict[str, Any]) -> None:
         train = train_call["train_data_iterator"] = _replayed(train_call["train_data_iterator"])
         # In the caller's own list: after the loop it evaluates once more.
         iterators = train_call["valid_data_iterator"]
         iterators[:] = map(_replayed, iterators)
         valid: list[DataRewind] = [iterator for iterator in iterators if iterator is not None]
-        super().__init__(
-            train_call, train_call["lr_scheduler"], [] if train is None else [train], valid, start_answers
-        )
-        self._start: int = (
-            start_answers["start"]["iteration"] if "start" in start_answers else self.args().iteration
-        )
-        keep = self._board.keep
-        self.log = AscendLog(keep, self._kept, self._start, self.module, device=self._device)
-
-    def answers(self, step: int) -> Mapping[str, Any]:
-        args = self.args()
-        asked_values = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        start = {"iteration": self._start}
-        return {"asked": asked_values, "start": start, **self._common_answers(step)}
+        super().__init__(protected, train_call, [] if train is None else [train], valid)
+        start, keep = self._start["iteration"], self._board.keep
+        self.log = AscendLog(keep, self._kept, start, self.module, device=self._device)
 
     def settle(self, step: int) -> None:
         from ascendspeed import get_timers
@@ -130,35 +117,18 @@ class AscendLoop(TrainingLoop):
         for timer in copy.copy(get_timers()._timers).values():
             timer.reset()  # one that has begun must not begin again
 
-    def trainee(self, record: StepRecord) -> MegatronTrainee:
-        return ascendspeed.trainee(self._model, self._optimizer, self._scheduler, self.everyone)
-
     def put_back(self, record: StepRecord) -> None:
-        from ascendspeed import get_timers, update_num_microbatches
+        from ascendspeed import get_timers
 
-        self._record = record
-        self.set_args({**record.counters, "iteration": record.step})
-        consumed = self.put_back_consumed(record.step)
-        self.log.go_back(record.step)
-        update_num_microbatches(consumed, consistency_check=False)
+        super().put_back(record)
         config = self._given["config"]
         if config is not None:  # in a newcomer the loop has not set them yet (1145)
             config.grad_scale_func, config.timers = self._optimizer.scale_loss, get_timers()
 
-    def finish_step(self) -> None:
-        record, self._record = self._record, None
-        if record is None:  # the loop is called for the first time
-            return
-        assert self.everyone is not None
-        if record.step > self._start:  # else its line is in the log of the job before
-            # A rank that was lost before it wrote the line may have let all others begin the next step.
-            self.log.complete(record.step, self.everyone, self._optimizer, self._model)
-        if self._tail.take_pending() is not None:
-            self._make_tail(record.step)
-
-    def _make_tail(self, step: int) -> None:
-        """Evaluate, save and end the job after `step` as the loop does (1224 to 1264)."""
+    def make_tail(self, record: StepRecord) -> None:
+        """See `TrainingLoop.make_tail` (1224 to 1264)."""
         training, args, train_call = importlib.import_module(self.module), self.args(), self._given
+        step = record.step
         for replay in self._valid:
             replay.begin_step(step)
         if args.eval_interval and step % args.eval_interval == 0 and args.do_valid:
@@ -174,7 +144,7 @@ class AscendLoop(TrainingLoop):
         if args.exit_duration_in_mins and not ends:
             minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
             exit_vote = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
-            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, self.everyone)
+            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, self._everyone)
             ends = bool(exit_vote.item())
         if ends:
             if not is_saved:
@@ -269,39 +239,25 @@ def examine(parsed: Any) -> None:
     )
 
 
-def begin_training(args: Any, kwargs: Any) -> None:
-    """Begin training: the state can be saved from now on; the arguments are of the call of the loop."""
-    from ascendspeed import get_args
-
-    patching.check("ttp")
-    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
-    call = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    trainee = ascendspeed.trainee(call["model"], call["optimizer"], call["lr_scheduler"])
-    megatron_training.hand_over(trainee, [call["optimizer"].optimizer], get_args().iteration)
-
-
 def train(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the framework's loop `wrapped`, and again after each incident from which the job goes on."""
     from ascendspeed import get_args
 
     call = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    protected = ascendspeed.protected_state(call["model"], call["optimizer"], call["lr_scheduler"])
+
+    def begin() -> None:
+        if not rejoin.is_newcomer():
+            patching.check("ttp")
+            save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
+        training_loop.begin_training(protected, get_args().iteration)
+
     return training_loop.train(
-        why_not(get_args(), call),
-        lambda: AscendLoop(call, context.part(Recovery).answers),
-        lambda: begin_training(args, kwargs),
+        lambda: why_not(get_args(), call),
+        lambda: AscendLoop(protected, call),
+        begin,
         lambda: wrapped(**call),
     )
-
-
-def take_place(args: Any) -> None:
-    """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
-    worker = rejoin.of_this_process()
-    assert worker is not None
-    record, answers, *_ = worker.ask_record()
-    context.part(Recovery).answers.update(answers)
-    set_args(args, {**record.counters, "iteration": record.step})
-    if consumed_before := answers["tail"]["consumed_before"]:  # an evaluation after the step may come again
-        set_args(args, {"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
 
 
 def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from adaptor.checkpoint.training_state import CheckpointPlacement, TrainingState
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.naming import LAYOUT
-from adaptor.replica.group import gather_values
+from adaptor.replica.group import barrier, gather_values
 
 
 def take(
@@ -64,7 +64,7 @@ def take(
     return layout_files if place.group == gathered[0][0] else {}
 
 
-def write_alone(path: Path, barrier: Callable[[], None]) -> NoReturn:
+def write_alone(path: Path, everyone: dist.ProcessGroup) -> NoReturn:
     """Write the layout of the job to `path`, and end the script: collective.
 
     Raises:
@@ -79,7 +79,7 @@ def write_alone(path: Path, barrier: Callable[[], None]) -> NoReturn:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
         output.tell(f"[ttp] {path}: the layout of {dist.get_world_size()} ranks is written", to="stdout")
-    barrier()  # no rank ends while another is at work
+    barrier(everyone)  # no rank ends while another is at work
     sys.exit(0)
 
 

@@ -28,7 +28,7 @@ from adaptor.online.rejoin import Rejoin
 from adaptor.online.state import Loop
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
-from adaptor.replica import group
+from adaptor.worker import runtime
 from adaptor.worker.runtime import UNDECIDED
 from adaptor.worker.session import Session
 
@@ -128,7 +128,7 @@ class LibraryLoop(Loop):
         last: int | None,
         has_copies: bool,
     ) -> None:
-        self._protected = protected
+        self.protected = protected
         self._model, self._optimizer = protected.model, protected.optimizer
         self._session = session
         self._go_back = go_back
@@ -136,26 +136,12 @@ class LibraryLoop(Loop):
         self._has_copies = has_copies
         self._record: StepRecord | None = None  # of the step to go back to, before the next
 
-    def group(self) -> str:
-        return self._protected.group
-
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    def model(self) -> Any:
-        return self._model
-
     def answers(self, step: int) -> Mapping[str, Any]:
         return {"last": self._last}
 
     def settle(self, step: int) -> None:
         megatron_settle.settle_core(self._model)
         megatron_settle.settle_optimizer(self._optimizer)
-
-    def trainee(self, record: StepRecord) -> MegatronTrainee:
-        everyone = group.of_this_job()
-        assert everyone is not None
-        return self._protected.trainee(everyone, is_repeated=True)
 
     def agree(self, step: int) -> None:
         """Nothing comes after a step: it is in the function."""
@@ -191,9 +177,9 @@ class LibraryLoop(Loop):
 class OwnLoopRecovery:
     """Online recovery of a custom loop; the loop's first step decides whether recovery is possible."""
 
-    def __init__(self, worker: Rejoin, session: Session, protected: ProtectedState) -> None:
+    def __init__(self, worker: Rejoin, protected: ProtectedState) -> None:
         self._worker = worker
-        self._session = session
+        self._session = runtime.get().session
         self._protected = protected
         model, config = protected.model, getattr(protected.optimizer, "config", None)
         self._why_not = why_not_on_core(model[0].config, model[0].ddp_config, config)

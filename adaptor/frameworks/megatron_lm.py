@@ -7,15 +7,15 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from adaptor import context
+from adaptor import context, hooks, patching
+from adaptor.checkpoint import save_folder_claim
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
+from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import (
     FLOPS,
     CheckpointContents,
@@ -23,15 +23,31 @@ from adaptor.checkpoint.training_state import (
     TrainingState,
     format_named,
 )
+from adaptor.context import Context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
+from adaptor.frameworks import (
+    adapter_base,
+    fine_tuning,
+    layout_beside,
+    megatron_nodes,
+    megatron_restart,
+    state_comparison,
+    supported_options,
+    training_loop,
+)
 from adaptor.frameworks.failed_saves import FailedSaves
+from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
-from adaptor.replica import group
 
 # The counters in the framework's arguments; a version may lack some.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
+# The arguments of the training loop.
+_NAMES = (
+    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
+    *("config", "checkpointing_context", "non_loss_data_func"),
+)
 # Where ModelOpt keeps what it has made of a module.
 MODELOPT = "_modelopt_state"
 
@@ -47,67 +63,89 @@ def require_unconverted(model: Sequence[Any]) -> None:
         )
 
 
-def trainee(
-    model: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    so_far: float,
-    rerun: bool,
-    everyone: dist.ProcessGroup | None = None,
-    train_data: Any = None,
-) -> MegatronTrainee:
-    """The training state of this rank, from the framework's globals: collective.
+def begin_training(protected: ProtectedState) -> None:
+    """Begin training; the arguments are checked again, as a checkpoint or a yaml file may have changed them.
+    Collective.
+
+    Raises:
+        AdaptorError: the job cannot be protected.
+    """
+    args = protected.args
+    if not rejoin.is_newcomer():  # whose job was checked
+        patching.check("ttp")
+        require_protected(args)
+        save_folder_claim.require_no_later_step(args.save, args.iteration)
+        megatron_nodes.count_iterations(args)
+        megatron_restart.tell_of_last_words(args)
+        require_unconverted(protected.model)
+        state_comparison.require_replays(protected.model)
+    training_loop.begin_training(protected, args.iteration)
+
+
+def require_protected(args: Any) -> None:
+    """Check the arguments with which training begins. Raises UnsupportedError."""
+    supported_options.require_protected(args)
+    for hook in hooks.of_worker():
+        for check in hook.checks(args, begins=True):
+            check()
+    for check in fine_tuning.checks(args):
+        check()
+
+
+def called(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], operations: float, rerun: bool = True
+) -> tuple[Mapping[str, Any], ProtectedState]:
+    """Return the arguments of a call of `train` by their names, and the state that the loop trains.
 
     Args:
-        so_far: the floating-point operations, where the training loop begins to count.
+        operations: the floating-point operations so far, where the training loop begins to count.
         rerun: whether saves contain the state of the rerun state machine, if present.
-        everyone: all ranks; None where the group has to be made, and the user told.
-        train_data: the iterator over the data of training, where this rank reads data.
     """
-    from megatron.training import get_args
+    call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    context.part(Operations).begin(operations)
+    eval_iters: list[Any] = [0]
 
-    require_unconverted(model)
-    args = get_args()
-    is_repeated = everyone is not None
-    everyone = everyone or group.of_everyone()
-    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
-    broadcast = [args.eval_iters]
-    dist.broadcast_object_list(broadcast, src=0, group=everyone)
-    protected = _protected_state(model, optimizer, scheduler, so_far, *broadcast)
-    return replace(
-        protected.trainee(everyone, is_repeated),
-        rerun=_rerun_state(rerun),
-        loaders=_loader_states(train_data),
+    def further(everyone: dist.ProcessGroup) -> Mapping[str, Any]:
+        if path := context.get().settings.layout_only:
+            layout_beside.write_alone(Path(path), everyone)
+        # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
+        eval_iters[:] = [protected.args.eval_iters]
+        dist.broadcast_object_list(eval_iters, src=0, group=everyone)
+        return {"rerun": _rerun_state(rerun), "loaders": _loader_states(call.get("train_data_iterator"))}
+
+    protected = _protected_state(
+        call["model"], call["optimizer"], call["opt_param_scheduler"], eval_iters, further
     )
+    return call, protected
+
+
+def batches() -> Any:
+    """Return the framework's module with the sizes of batches; up to 0.7 it is not of the core."""
+    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
+    return importlib.import_module(core.name if core else "megatron.training.global_vars")
 
 
 def _protected_state(
     model: Sequence[Any],
     optimizer: Any,
     scheduler: Any,
-    so_far: float = 0,
-    eval_iters: int | list[int] = 0,
+    eval_iters: Sequence[int | list[int]] = (0,),
+    further: Callable[[dist.ProcessGroup], Mapping[str, Any]] = lambda _everyone: {},
 ) -> ProtectedState:
     """Return the state of this rank, from the framework's globals.
 
     Args:
-        so_far: see `trainee`.
-        eval_iters: see `evaluated`.
+        eval_iters: see `evaluated`; the value in a step is that of the one element.
+        further: see `ProtectedState`.
     """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 
-    # Up to 0.7 they are not of the core.
-    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
-    batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
-    args = get_args()
-    operations = _Operations(so_far)
+    args, sizes, operations = get_args(), batches(), context.part(Operations)
 
     def batch() -> int:
-        return int(
-            mpu.get_data_parallel_world_size() * args.micro_batch_size * batches.get_num_microbatches()
-        )
+        return int(mpu.get_data_parallel_world_size() * args.micro_batch_size * sizes.get_num_microbatches())
 
     def counters() -> dict[str, int | float]:
         counted = {name: getattr(args, name) for name in COUNTED if hasattr(args, name)}
@@ -117,7 +155,7 @@ def _protected_state(
         """Samples of the global batch that do not fill a micro-batch on every rank."""
         if not hasattr(args, "skipped_train_samples"):
             return 0  # up to 0.8 they are an error
-        return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
+        return int(sizes.get_current_global_batch_size() - sizes.get_current_running_global_batch_size())
 
     def growth() -> dict[str, int | float]:
         operation_count = num_floating_point_operations(args, batch())
@@ -125,7 +163,7 @@ def _protected_state(
         return {
             "consumed_train_samples": batch(),
             "skipped_train_samples": skipped(),
-            "consumed_valid_samples": evaluated(args, eval_iters, args.curr_iteration + 1),
+            "consumed_valid_samples": evaluated(args, eval_iters[0], args.curr_iteration + 1),
             FLOPS: operation_count,
         }
 
@@ -151,6 +189,7 @@ def _protected_state(
         args=args,
         beside=context.part(adapter_base.AdapterBase).files(),
         on_top=layout_beside.take,
+        further=further,
     )
 
 
@@ -266,10 +305,14 @@ def _rerun_state(saved: bool) -> Callable[[], Any]:
     return lambda: copy.deepcopy(take(no_iterator, as_torch))
 
 
-class _Operations:
+class Operations:
     """The floating-point operations so far: Megatron keeps the count in a local variable of its loop."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, _context: Context) -> None:
+        self.begin(0)
+
+    def begin(self, start: float) -> None:
+        """The loop is called, and begins to count at `start`."""
         self._before = start
         self._iteration = -1
         self._of_iteration: float = 0

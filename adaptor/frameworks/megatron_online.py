@@ -21,15 +21,13 @@ import torch.distributed as dist
 from adaptor import context
 from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle, training_loop
 from adaptor.frameworks.megatron_online_support import why_not
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
-from adaptor.frameworks.training_loop import Recovery, TailState, TrainingLoop, set_args
-from adaptor.host_copy import content
-from adaptor.online import rejoin
+from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online.data_rewind import DataRewind
 
 # What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
@@ -40,16 +38,6 @@ _CONFIG = (
     "grad_scale_func",
     "finalize_model_grads_func",
     "timers",
-)
-# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
-_ASKED = ("do_train", "do_valid", "do_test", "eval_iters")
-# The loop takes its position from these arguments when it is called; at other times they have the values of
-# the start of the job.
-_START = ("iteration", "num_floating_point_operations_so_far")
-_NAMES = (
-    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
-    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
-    *("config", "checkpointing_context", "non_loss_data_func"),
 )
 
 
@@ -136,30 +124,25 @@ class MegatronLoop(TrainingLoop):
     """Megatron-LM's training loop, as it was called (`online.state.Loop`).
 
     Attributes:
-        rerun: whether its saves have the state of the rerun state machine
         uncounted: the log's text for zeros in the gradients if the zeros are not counted
     """
 
     framework = "megatron.training"
     module = "megatron.training.training"
-    rerun = True
+    asked = (*TrainingLoop.asked, "eval_iters")
+    # At other times they have the values of the start of the job.
+    start = (*TrainingLoop.start, FLOPS)
     uncounted: int | None = None
 
-    def __init__(self, train_call: Mapping[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, protected: ProtectedState, train_call: Mapping[str, Any]) -> None:
         train = _replayed(train_call["train_data_iterator"])
         valid = _replayed(train_call.get("valid_data_iterator"))
-        super().__init__(train_call, train_call["opt_param_scheduler"], train, valid, start_answers)
+        super().__init__(protected, train_call, train, valid)
         config = self._config = train_call.get("config")
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
-        self._start = start_answers.get("start") or {name: getattr(self.args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
         start, keep = self._start["iteration"], self._board.keep
         self.log = MegatronLog(keep, self._kept, start, self.module, self.uncounted, self._device)
-
-    def answers(self, step: int) -> Mapping[str, Any]:
-        args = self.args()
-        asked_values = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        return {"asked": asked_values, "start": self._start, **self._common_answers(step)}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read the values set for the begin of the loop alone."""
@@ -188,53 +171,27 @@ class MegatronLoop(TrainingLoop):
         context.part(RegularSaves).abandon()
         megatron_settle.abandon_async_saves(self._given.get("checkpointing_context"))
 
-    def trainee(self, record: StepRecord) -> MegatronTrainee:
-        return megatron_lm.trainee(
-            self._model,
-            self._optimizer,
-            self._scheduler,
-            record.counters.get(FLOPS, 0),
-            rerun=self.rerun,
-            everyone=self.everyone,
-            train_data=self._given["train_data_iterator"],
-        )
-
     def put_back(self, record: StepRecord) -> None:
-        self._record = record
-        self.set_args({name: value for name, value in record.counters.items() if name != FLOPS})
-        self._set_loop(record)
-        consumed = self.put_back_consumed(record.step)  # where batches grow, the loop saves
-        self.log.go_back(record.step)
-        _calculator().update_num_microbatches(consumed, consistency_check=False)
+        super().put_back(record)
+        context.part(megatron_lm.Operations).begin(record.counters.get(FLOPS, 0))
         if getattr(self.args(), "overlap_param_gather", False):
             for chunk in self._model:  # the loop disables them first (2148)
                 if not getattr(chunk, "remove_forward_pre_hook_handles", True):
                     chunk.enable_forward_pre_hook()
 
-    def _set_loop(self, record: StepRecord) -> None:
-        """Set the values that the loop reads when called."""
+    def batches(self) -> Any:
+        return megatron_lm.batches()
+
+    def set_loop(self, record: StepRecord) -> None:
         self._is_set = True
         self.set_args({"iteration": record.step, "curr_iteration": record.step})
         if FLOPS in record.counters:
             self.set_args({FLOPS: record.counters[FLOPS]})
 
-    def finish_step(self) -> None:
-        record, self._record = self._record, None
-        if record is None:  # the loop is called for the first time
-            return
+    def leave_loop(self, record: StepRecord) -> None:
         self.set_args({**self._start, "curr_iteration": record.step - 1})
-        assert self.everyone is not None
-        if record.step > self._start["iteration"]:  # else its line is in the log of the job before
-            # A rank that was lost before it wrote the line may have let all others begin the next step.
-            self.log.complete(record.step, self.everyone, self._optimizer, self._model)
-            # The line makes entries for what it has not found, of sizes that need not be those of the model.
-            megatron_settle.forget_auxiliary_losses()
-        if self._tail.take_pending() is not None:
-            self._make_tail(record)
-        self._set_loop(record)
 
-    def _make_tail(self, record: StepRecord) -> None:
-        """Evaluate and save after the step of `record` as the loop does."""
+    def make_tail(self, record: StepRecord) -> None:
         from megatron.training import get_timers
 
         training, args, train_call = importlib.import_module(self.module), self.args(), self._given
@@ -296,11 +253,6 @@ class FlagscaleLoop(MegatronLoop):
     module = "flagscale.train.train"
 
 
-def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call of `train` by their names."""
-    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-
-
 def _replayed(iterators: Any) -> list[DataRewind]:
     """Put a `DataRewind` below the framework's own iterators, which keep only the data of a single step."""
     replays: list[DataRewind] = []
@@ -312,34 +264,32 @@ def _replayed(iterators: Any) -> list[DataRewind]:
     return replays
 
 
-def _calculator() -> Any:
-    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
-    return importlib.import_module(core.name if core else "megatron.training.global_vars")
-
-
 def train(
     wrapped: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    begin: Callable[[], None],
+    operations: float,
     kind: type[MegatronLoop] | None = None,
+    rerun: bool = True,
+    tolerance: contextlib.AbstractContextManager[None] | None = None,
 ) -> Any:
-    """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
+    """Call the framework's training loop `wrapped`, and again after each fault that is recovered online.
 
     Args:
-        begin: describes this rank's state and lets training begin; not called in a newcomer.
+        operations: the floating-point operations so far, where the loop begins to count.
         kind: the class of the loop; None: Megatron-LM's, or FlagScale's copy, by the module of `wrapped`.
+        rerun: whether the loop's saves have the state of the rerun state machine, if present.
+        tolerance: is entered around the loop.
     """
-    from megatron.training import get_args
-
-    call = call_of_train(args, kwargs)
-    if kind is None:
-        kind = FlagscaleLoop if wrapped.__module__ == FlagscaleLoop.module else MegatronLoop
+    training_loop.attach()
+    call, protected = megatron_lm.called(args, kwargs, operations, rerun)
+    own = FlagscaleLoop if wrapped.__module__ == FlagscaleLoop.module else MegatronLoop
     return training_loop.train(
-        why_not(get_args(), call),
-        lambda: kind(call, context.part(Recovery).answers),
-        begin,
+        lambda: why_not(protected.args, call),
+        lambda: (kind or own)(protected, call),
+        lambda: megatron_lm.begin_training(protected),
         lambda: wrapped(*args, **kwargs),
+        tolerance,
     )
 
 
@@ -351,28 +301,9 @@ def missing_operations() -> float:
 
 def take_place(args: Any) -> None:
     """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
-    worker = rejoin.of_this_process()
-    assert worker is not None
-    copies: list[content.CopyRecord] = []
-
-    def read(step: int) -> StepRecord:
-        copies.append(content.read_record(content.own_copy(step)))
-        return copies[0].record
-
-    record, answers, *_ = worker.ask_record(read)
-    set_args(args, {**record.counters, "iteration": record.step})
-    for copied in copies:  # made when the tail of the step was over; the twin may have other data, or none
-        tail = TailState(record.step, {}, [])._asdict()
-        answers = {**answers, "log": {"copied": copied.kept}, "tail": tail}
-    context.part(Recovery).answers.update(answers)
+    record = training_loop.take_place(args)
     if record.loaders:  # the script reads these files for its loader, by `iteration`
         step_record.write_loader_states(args.dataloader_save, record.step, record.loaders)
-    if consumed_before := answers["tail"]["consumed_before"]:
-        # Its data begins there, with an evaluation that may come again.
-        consumed = consumed_before["consumed_valid_samples"]
-        set_args(args, {"consumed_valid_samples": consumed})
-        if not getattr(args, "dataloader_save", None):
-            set_args(args, {"iteration": record.step - 1})
 
 
 @contextlib.contextmanager

@@ -11,10 +11,9 @@ or has imported the loop to call it.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,9 @@ from adaptor import context, hooks, patching, preflight
 from adaptor.checkpoint import left_overs, save_folder_claim
 from adaptor.frameworks import (
     fine_tuning,
-    megatron_nodes,
     megatron_restart,
     optimizer_instances,
     parallel_sizes,
-    state_comparison,
     supported_options,
 )
 from adaptor.frameworks.optimizer_instances import INSTANCES
@@ -38,8 +35,7 @@ from adaptor.worker.framework_watchdogs import Watchdogs
 from adaptor.worker.incident_marks import IncidentMarks, OpenRun
 
 if TYPE_CHECKING:
-    from adaptor.checkpoint.trainee import MegatronTrainee
-    from adaptor.frameworks.megatron_online import MegatronLoop
+    pass
 
 Checks = Callable[[Any], Iterator[Callable[[], None]]]
 # The module of the loop, and its functions by which a script comes to the loop.
@@ -87,14 +83,10 @@ def parse_arguments(
     context.part(Watchdogs).switch_off()
     from adaptor.online import rejoin
 
-    # The job of a newcomer is in the middle of its training, and has checked the folder.
-    is_newcomer = rejoin.is_newcomer()
-    if not is_newcomer:
+    if not rejoin.is_newcomer():  # whose job has checked the folder, and has the lease
         save_folder_claim.require_writable(parsed.save)
-    if parsed.rank == 0 and not is_newcomer:  # the job has the lease already
-        save_folder_claim.claim(parsed.save)
-    if not is_newcomer:
         if parsed.rank == 0:
+            save_folder_claim.claim(parsed.save)
             left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
         megatron_restart.resume_after_restart(parsed)
     return parsed
@@ -149,93 +141,6 @@ def examine(parsed: Any) -> None:
         lambda: parallel_sizes.model_of(parsed),
         lambda: megatron_online_support.reasons(parsed),
     )
-
-
-def require_protected(parsed: Any) -> None:
-    """Check the arguments with which training begins. Raises UnsupportedError."""
-    supported_options.require_protected(parsed)
-    for hook in hooks.of_worker():
-        for check in hook.checks(parsed, begins=True):
-            check()
-    for check in fine_tuning.checks(parsed):
-        check()
-
-
-def train(
-    wrapped: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    begin: Callable[[], None],
-    kind: type[MegatronLoop] | None = None,
-    tolerance: contextlib.AbstractContextManager[None] | None = None,
-) -> Any:
-    """Call the framework's training loop `wrapped`, and again after each fault that is recovered online.
-
-    Args:
-        begin: describes the state of this rank, and lets training begin (`begin_training`).
-        kind: the class of the loop; None: Megatron-LM's own.
-        tolerance: is entered around the loop.
-    """
-    from adaptor.host_copy import copier
-    from adaptor.online import rejoin
-
-    worker = runtime.get()
-    if isinstance(worker, runtime.Runtime):  # other engines make no copies, and compare nothing
-        copier.attach(worker.session, worker.tell_of_copy)
-        state_comparison.attach(worker)
-    with tolerance or contextlib.nullcontext():
-        if rejoin.of_this_process() is None:
-            begin()
-            trained = wrapped(*args, **kwargs)
-        else:
-            from adaptor.frameworks import megatron_online
-
-            trained = megatron_online.train(wrapped, args, kwargs, begin, kind)
-    worker.session.end_training()
-    return trained
-
-
-def begin_training(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:
-    """Begin training: the state can be saved from now on.
-
-    Args:
-        operations: the floating-point operations so far, where the loop begins to count.
-        rerun: whether the loop's saves have the state of the rerun state machine.
-    """
-    from megatron.training import get_args
-
-    from adaptor.checkpoint import step_record
-    from adaptor.frameworks import layout_beside, megatron_lm
-    from adaptor.host_copy import copier
-
-    patching.check("ttp")
-    require_protected(get_args())  # a checkpoint or a yaml file may have changed them
-    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
-    megatron_nodes.count_iterations(get_args())
-    megatron_restart.tell_of_last_words(get_args())
-    names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
-    call = {**dict(zip(names, args, strict=False)), **kwargs}
-    trainee = megatron_lm.trainee(
-        call["model"],
-        call["optimizer"],
-        call["opt_param_scheduler"],
-        operations,
-        rerun,
-        train_data=call.get("train_data_iterator"),
-    )
-    if path := context.get().settings.layout_only:
-        layout_beside.write_alone(Path(path), trainee.barrier)
-    trainee = copier.reserve(runtime.get().session, trainee)
-    state_comparison.require_replays(call["model"])
-    hand_over(trainee, step_record.inner(call["optimizer"]), get_args().iteration)
-
-
-def hand_over(trainee: MegatronTrainee, inner_optimizers: Iterable[Any], step: int) -> None:
-    """Give the state of `step` to the session of this process."""
-    context.part(Watchdogs).warn_if_on()
-    for hook in hooks.of_worker():
-        hook.watch(trainee.state.model)
-    runtime.get().session.begin_training(trainee, inner_optimizers, step)
 
 
 def make_step(wrapped: Callable[..., Any], args: Any, kwargs: Any, step: int) -> Any:

@@ -26,6 +26,7 @@ import torch
 
 from adaptor.checkpoint import shards
 from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks.megatron_online import MegatronLoop
@@ -356,11 +357,10 @@ class MindspeedLoop(MegatronLoop):
     """MindSpeed-LLM's training loop, as it was called (`online.state.Loop`)."""
 
     module = "mindspeed_llm.training.training"
-    rerun = False
     uncounted = 0  # mindspeed/core/megatron_basic/count_zero_fix.py
 
-    def __init__(self, train_call: Mapping[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(train_call, start_answers)
+    def __init__(self, protected: ProtectedState, train_call: Mapping[str, Any]) -> None:
+        super().__init__(protected, train_call)
         # The loop counts its floating-point operations from 0 whenever it is called (553).
         self._missing: float = 0
         self._counted_with_next: float = 0

@@ -1,5 +1,5 @@
-"""The training loops of Megatron-LM and ModelLink, called again after a recovery: their base class, and the
-calls that their patches make.
+"""The begin of training, in every loop; and the training loops of Megatron-LM and ModelLink, called again
+after a recovery: their base class, and the calls that their patches make.
 
 Both have `get_args` in a package with `get_checkpoint_name` beside it, and count on the same arguments; a
 subclass names the package (`online.state.Loop` documents the methods).
@@ -10,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from adaptor import context
+from adaptor import context, hooks
+from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
+from adaptor.checkpoint.training_state import FLOPS
 from adaptor.context import Context
+from adaptor.frameworks import megatron_settle, state_comparison
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
-from adaptor.host_copy import content
+from adaptor.host_copy import content, copier
 from adaptor.online import rejoin, state
 from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.replica import group
 from adaptor.worker import runtime
+from adaptor.worker.framework_watchdogs import Watchdogs
 from adaptor.worker.processor import CannotRejoinError
 
 T = TypeVar("T")
@@ -51,36 +55,104 @@ class Recovery:
         self.answers: dict[str, dict[str, Any]] = {}
 
 
-def train(
-    reason: str, make: Callable[[], TrainingLoop], begin: Callable[[], None], wrapped: Callable[[], Any]
-) -> Any:
-    """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
+def attach(*, copies: bool = True) -> None:
+    """Let this rank compare its state with other holders, and with `copies` make copies in host memory.
+
+    The function is called before training begins.
+    """
+    worker = runtime.get()
+    if isinstance(worker, runtime.Runtime):  # other engines make no copies, and compare nothing
+        if copies:
+            copier.attach(worker.session, worker.tell_of_copy)
+        state_comparison.attach(worker)
+
+
+def begin_training(
+    protected: ProtectedState, step: int, compare: Callable[[MegatronTrainee], None] | None = None
+) -> None:
+    """Let training begin with the state of `step`, which can be saved from now on; in a newcomer prepare the
+    loop. Collective.
 
     Args:
-        reason: why the job is not recovered online; empty: the job is.
+        compare: compares the state with the checkpoint that was loaded.
+    """
+    everyone = group.of_everyone()  # also in a newcomer, in its place among the groups of the job
+    if rejoin.is_newcomer():
+        return
+    session = runtime.get().session
+    trainee = protected.trainee(everyone, is_repeated=False)
+    if compare is not None:
+        compare(trainee)
+    trainee = copier.reserve(session, trainee)
+    context.part(Watchdogs).warn_if_on()
+    for hook in hooks.of_worker():
+        hook.watch(trainee.state.model)
+    session.begin_training(trainee, step_record.inner(protected.optimizer), step)
+
+
+def train(
+    why_not: Callable[[], str],
+    make: Callable[[], TrainingLoop],
+    begin: Callable[[], None],
+    wrapped: Callable[[], T],
+    tolerance: contextlib.AbstractContextManager[None] | None = None,
+) -> T:
+    """Call the framework's loop `wrapped`, and again after each fault that is recovered online.
+
+    Args:
+        why_not: returns why the job is not recovered online; empty: the job is.
         make: describes the loop and the loop's call.
-        begin: describes this rank's state and lets training begin; not called in a newcomer.
+        begin: checks the job, and calls `begin_training`.
         wrapped: the loop, with the arguments of its call.
+        tolerance: is entered around the loop.
+    """
+    worker = rejoin.of_this_process()
+    with tolerance or contextlib.nullcontext():
+        if worker is not None:
+            worker.set_online_support(reason := why_not())
+        if worker is None or (reason and not worker.newcomer):
+            begin()
+            result = wrapped()
+        else:
+            loop_of_job = context.part(Recovery).loop = make()
+            begin()
+
+            def call() -> T:
+                result = wrapped()
+                loop_of_job.end()
+                return result
+
+            result = worker.run(loop_of_job, call)
+    runtime.get().session.end_training()
+    return result
+
+
+def take_place(args: Any) -> StepRecord:
+    """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet.
+
+    Args:
+        args: of the framework.
     """
     worker = rejoin.of_this_process()
     assert worker is not None
-    worker.set_online_support(reason)
-    if reason and not worker.newcomer:
-        begin()
-        return wrapped()
-    loop_of_job = context.part(Recovery).loop = make()
-    if worker.newcomer:
-        loop_of_job.everyone = group.of_everyone()  # in its place among the groups of the job
-    else:
-        begin()
-        loop_of_job.everyone = group.of_this_job()
+    copies: list[content.CopyRecord] = []
 
-    def call() -> Any:
-        result = wrapped()
-        loop_of_job.end()
-        return result
+    def read(step: int) -> StepRecord:
+        copies.append(content.read_record(content.own_copy(step)))
+        return copies[0].record
 
-    return worker.run(loop_of_job, call)
+    record, answers, *_ = worker.ask_record(read)
+    set_args(args, {**record.counters, "iteration": record.step})
+    for copied in copies:  # made when the tail of the step was over; the twin may have other data, or none
+        tail = TailState(record.step, {}, [])._asdict()
+        answers = {**answers, "log": {"copied": copied.kept}, "tail": tail}
+    context.part(Recovery).answers.update(answers)
+    if consumed_before := answers["tail"]["consumed_before"]:
+        # Its data begins there, with an evaluation that may come again.
+        set_args(args, {"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
+        if not getattr(args, "dataloader_save", None):
+            set_args(args, {"iteration": record.step - 1})
+    return record
 
 
 def begin_step(step: int) -> None:
@@ -245,62 +317,65 @@ class TrainingLoop(state.Loop):
         train_call: the arguments of the call of `train`, by their names.
         train: the replayable data of training.
         valid: the replayable data of evaluation.
-        start_answers: in a newcomer, the answers of other ranks to the framework's start-up questions.
 
     Attributes:
-        framework: the package with `get_args`, and with the module `checkpointing`
+        framework: the package with `get_args`
         module: the module of the loop, by whose names it evaluates, writes its log and saves
-        everyone: the adaptor's group of all ranks
+        asked: what the framework finds out by asking other ranks before its loop, and keeps in its arguments
+        start: the loop takes its position from these arguments when it is called
     """
 
     framework: str
     module: str
+    asked: tuple[str, ...] = ("do_train", "do_valid", "do_test")
+    start: tuple[str, ...] = ("iteration",)
     log: StepLog
 
     def __init__(
         self,
+        protected: ProtectedState,
         train_call: Mapping[str, Any],
-        scheduler: Any,
         train: Sequence[DataRewind],
         valid: Sequence[DataRewind],
-        start_answers: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.args: Callable[[], Any] = importlib.import_module(self.framework).get_args  # asked in each step
+        self.protected = protected
         self._given = train_call
-        self._model: Sequence[Any] = train_call["model"]
-        self._optimizer = train_call["optimizer"]
-        self._scheduler = scheduler
+        self._model, self._optimizer = protected.model, protected.optimizer
+        self._scheduler = protected.scheduler
         self._train, self._valid = train, valid
-        self._tail = StepTail(valid, TailState(**start_answers["tail"]) if "tail" in start_answers else None)
+        answers = context.part(Recovery).answers
+        self._tail = StepTail(valid, TailState(**answers["tail"]) if "tail" in answers else None)
         self._record: StepRecord | None = None
         self._board = runtime.get().session.board
-        log = start_answers.get("log", {})
+        log = answers.get("log", {})
         # A copy in host memory has the log of its step. Where the board is lost with its node, the twin's
         # part of the log is all that is left.
         self._kept: bytes = log.get("copied") or self._board.kept or log.get("kept", b"")
+        self._start = answers.get("start") or {name: getattr(self.args(), name) for name in self.start}
         self._oldest = -1  # never before this step can the job go back
         self._device = next(
             (parameter.device for chunk in self._model for parameter in chunk.parameters()), "cpu"
         )
-        self.everyone: dist.ProcessGroup | None = None
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup:
+        everyone = group.of_this_job()
+        assert everyone is not None
+        return everyone
 
     def set_args(self, values: Mapping[str, Any]) -> None:
         """Set arguments of the framework."""
         set_args(self.args(), values)
 
-    def _common_answers(self, step: int) -> dict[str, Any]:
-        """Return the part of `answers` with the work of a step after its update."""
-        return {"tail": self._tail.state(step)._asdict(), "log": {"kept": self.log.state(step)}}
-
-    def group(self) -> str:
-        checkpointing = importlib.import_module(f"{self.framework}.checkpointing")
-        return Path(checkpointing.get_checkpoint_name("", 0)).parent.name
-
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    def model(self) -> Any:
-        return self._model
+    def answers(self, step: int) -> Mapping[str, Any]:
+        args = self.args()
+        return {
+            "asked": {name: getattr(args, name) for name in self.asked if hasattr(args, name)},
+            "start": self._start,
+            "tail": self._tail.state(step)._asdict(),
+            "log": {"kept": self.log.state(step)},
+        }
 
     def begin_step(self, step: int) -> None:
         """`step` begins, for the first time or once more."""
@@ -341,12 +416,28 @@ class TrainingLoop(state.Loop):
     def agree(self, step: int) -> None:
         def all_have(is_done: bool) -> bool:
             vote = torch.tensor([int(is_done)], device="cpu")
-            dist.all_reduce(vote, dist.ReduceOp.MIN, self.everyone)
+            dist.all_reduce(vote, dist.ReduceOp.MIN, self._everyone)
             return bool(vote.item())
 
         self._tail.agree(step, all_have)
 
-    def put_back_consumed(self, step: int) -> int:
+    def put_back(self, record: StepRecord) -> None:
+        self._record = record
+        self.set_args({name: value for name, value in record.counters.items() if name != FLOPS})
+        self.set_loop(record)
+        consumed = self._put_back_consumed(record.step)  # where batches grow, the loop saves
+        self.log.go_back(record.step)
+        self.batches().update_num_microbatches(consumed, consistency_check=False)
+
+    def set_loop(self, record: StepRecord) -> None:
+        """Set the values that the loop reads when called."""
+        self.set_args({"iteration": record.step})
+
+    def batches(self) -> Any:
+        """Return the module with the sizes of the batches."""
+        return importlib.import_module(self.framework)
+
+    def _put_back_consumed(self, step: int) -> int:
         """Set how many samples were consumed when the loop is called again after `step`.
 
         Returns:
@@ -358,6 +449,27 @@ class TrainingLoop(state.Loop):
         consumed_before = self._tail.consumed_before(step)
         self.set_args({"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
         return int(consumed_before["consumed_train_samples"])
+
+    def finish_step(self) -> None:
+        record, self._record = self._record, None
+        if record is None:  # the loop is called for the first time
+            return
+        self.leave_loop(record)
+        if record.step > self._start["iteration"]:  # else its line is in the log of the job before
+            # A rank that was lost before it wrote the line may have let all others begin the next step.
+            self.log.complete(record.step, self._everyone, self._optimizer, self._model)
+            # The line makes entries for what it has not found, of sizes that need not be those of the model.
+            megatron_settle.forget_auxiliary_losses()
+        if self._tail.take_pending() is not None:
+            self.make_tail(record)
+        self.set_loop(record)
+
+    def leave_loop(self, record: StepRecord) -> None:
+        """Set the values that the loop has set behind a step."""
+
+    def make_tail(self, record: StepRecord) -> None:
+        """Evaluate, save and end the job after the step of `record` as the loop does."""
+        raise NotImplementedError
 
 
 def set_args(args: Any, values: Mapping[str, Any]) -> None:

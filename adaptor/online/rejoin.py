@@ -30,6 +30,7 @@ from adaptor.online.rank_buffers import RankBuffers
 from adaptor.online.state import Loop, TwinAnswer
 from adaptor.online.transfer import Meeting, TransferChannel
 from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement, Standing
+from adaptor.replica import group
 from adaptor.worker import runtime, stacks
 from adaptor.worker.abort_collectives import LOOK_S
 from adaptor.worker.door import Unwind
@@ -388,7 +389,9 @@ class Rejoin:
         groups.exchange(store, f"{order.incident}.{order.attempt}")
         buffers.make_again()
         if order.replaced or order.from_copies:
-            trainee = loop.trainee(record)
+            everyone = group.of_this_job()
+            assert everyone is not None
+            trainee = loop.protected.trainee(everyone, is_repeated=True)
         assert isinstance(trainee, MegatronTrainee)
         loop.agree(order.step)
         loop.put_back(record)

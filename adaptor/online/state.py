@@ -16,7 +16,7 @@ import torch
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.shards import all_finite
 from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
 from adaptor.devices.device import Device
 from adaptor.online import transfer
 from adaptor.online.transfer import TransferChannel, TransferError
@@ -27,25 +27,19 @@ from adaptor.worker.processor import CannotRejoinError
 
 
 class Loop(Protocol):
-    """A framework's training loop, which can be called again. All on the main thread."""
+    """A framework's training loop, which can be called again. All on the main thread.
 
-    def group(self) -> str:
-        """Return the name of the files writable by this rank: ranks of a group write the same files."""
+    Attributes:
+        protected: the state that the loop trains
+    """
 
-    def optimizer(self) -> Any:
-        """Return the framework's optimizer, or chain of optimizers."""
-
-    def model(self) -> Any:
-        """Return the chunks of the model."""
+    protected: ProtectedState
 
     def answers(self, step: int) -> Mapping[str, Any]:
         """Return what a newcomer, which joins at `step`, would have asked of other ranks at its start."""
 
     def settle(self, step: int) -> None:
         """Forget what an exception has left half done; the data since `step` will be given again."""
-
-    def trainee(self, record: StepRecord) -> MegatronTrainee:
-        """Describe this rank's state: collective, over the new groups."""
 
     def agree(self, step: int) -> None:
         """Learn whether a rank has left what comes after `step`: collective, over the new groups."""
@@ -210,15 +204,15 @@ def fetch_shards(order: Regroup, rank: int, line_to: Callable[[int], TransferCha
         TransferError: no rank gives a shard, or the shard does not fit.
         CannotRejoinError: the received state is not finite.
     """
-    own_replacement = _replacement(order, rank)
+    own_replacement, protected = _replacement(order, rank), loop.protected
     givers = {(source.group, source.index): source.source for source in own_replacement.sources}
-    own_shards_by_index = own_shards(loop.optimizer())
+    own_shards_by_index = own_shards(protected.optimizer)
     for index, optimizer in own_shards_by_index:
-        giver = givers.get((loop.group(), index))
+        giver = givers.get((protected.group, index))
         if giver is None:
             raise transfer.TransferError(f"no survivor sends shard {index}")
         transfer.ask_shard(line_to(giver), index, optimizer)
-    weights = frozen(loop.model())
+    weights = frozen(protected.model)
     if weights:
         transfer.ask_frozen(line_to(own_replacement.twin), weights)
     for source in {own_replacement.twin, *givers.values()}:

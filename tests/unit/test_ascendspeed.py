@@ -15,7 +15,6 @@ from adaptor.frameworks import (
     ascendspeed,
     megatron_lm,
     megatron_restart,
-    megatron_training,
     mindspeed_wrappers,
     supported_options,
 )
@@ -87,9 +86,9 @@ def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
     usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
     usual |= {"optimizer_selection": "fused_adamw"}
-    megatron_training.require_protected(Namespace(**usual))
+    megatron_lm.require_protected(Namespace(**usual))
     with pytest.raises(UnsupportedError, match=line):
-        megatron_training.require_protected(Namespace(**given))
+        megatron_lm.require_protected(Namespace(**given))
 
 
 @pytest.mark.parametrize("option", ["reuse_fp32_param", "swap_optimizer"])
@@ -100,9 +99,9 @@ def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatc
 
     def refused(line: str, **given: Any) -> None:
         with pytest.raises(UnsupportedError, match=f"^{flag}{line}"):
-            megatron_training.require_protected(Namespace(**{**usual, **given}))
+            megatron_lm.require_protected(Namespace(**{**usual, **given}))
 
-    megatron_training.require_protected(Namespace(**usual))
+    megatron_lm.require_protected(Namespace(**usual))
     refused("without --use-distributed-optimizer", use_distributed_optimizer=False)
     with monkeypatch.context() as patched:
         patched.setattr(supported_options, "writes_torch_dist", lambda args: args.ckpt_format == "torch_dist")
@@ -112,7 +111,7 @@ def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatc
         else:
             refused("in torch_dist from Megatron-core 0.13 on", ckpt_format="torch_dist")
             patched.setattr(supported_options, "writes_torch_dist", lambda args: False)
-            megatron_training.require_protected(Namespace(**{**usual, "ckpt_format": "torch_dist"}))
+            megatron_lm.require_protected(Namespace(**{**usual, "ckpt_format": "torch_dist"}))
     if option == "reuse_fp32_param":
         refused("with --npu-deterministic", npu_deterministic=True)
     monkeypatch.setenv("TTP_LOCAL_COPY", "True")

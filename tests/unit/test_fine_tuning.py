@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import fine_tuning, megatron_restart, megatron_training
+from adaptor.frameworks import fine_tuning, megatron_lm, megatron_restart
 from adaptor.protocol import environment
 
 # What parsers of MindSpeed-LLM give where nothing is asked for; those of Megatron-LM know none of it.
@@ -107,7 +107,7 @@ def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UnsupportedError, match=line):
         _check(given)
     with pytest.raises(UnsupportedError, match=line):
-        megatron_training.require_protected(Namespace(**given))
+        megatron_lm.require_protected(Namespace(**given))
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
         )
 
     chain = SimpleNamespace(optimizer=own, data_parallel_group=None)
-    loop: Any = SimpleNamespace(optimizer=lambda: chain, group=lambda: "g", model=list)
+    loop: Any = SimpleNamespace(protected=SimpleNamespace(optimizer=chain, group="g", model=[]))
     with Thread(lambda: transfer.answer(line(transfer.SOURCE), Given(theirs), lambda: False)) as gives:
         to_source = line(transfer.NEWCOMER)
         if is_finite:
