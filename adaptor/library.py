@@ -14,7 +14,7 @@ from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
-    from adaptor.frameworks.library_loop import OwnLoopRecovery
+    from adaptor.frameworks.library_loop import GoBack, OwnLoopRecovery
 
 T = TypeVar("T")
 
@@ -60,15 +60,16 @@ class Protection:
         Raises:
             StepError: only some of the optimizers made their update; or `run_steps` is called a second time.
         """
-        self._require_first("run_steps")
-        if self._recovery is not None:
-            behind = None if go_back is None else lambda step, _counters: go_back(step)
-            self._recovery.run_steps(one_step, _whole_number(last), behind)
-        else:
-            for number in range(self._done + 1, _whole_number(last) + 1):
+
+        def loop(last: Any) -> None:
+            done = self._done if self._session is None else self._session.board.finished
+            for number in range(done + 1, last + 1):
                 with self.step(number):
                     if one_step(number) is False:
-                        break
+                        return
+
+        behind = None if go_back is None else lambda step, _counters: go_back(step)
+        self._run("run_steps", loop, behind, last=_whole_number(last))
         if self._session is not None:
             self._session.board.reach(ScriptStage.TRAINED)
 
@@ -101,19 +102,21 @@ class Protection:
         Raises:
             StepError: `run_loop` or `run_steps` was called before.
         """
-        self._require_first("run_loop")
-        if self._recovery is None:
-            return loop()
-        self._is_in_loop = True
-        return self._recovery.run_loop(loop, go_back, why_not)
+        return self._run("run_loop", lambda _last: loop(), go_back, why_not)
 
-    def _require_first(self, name: str) -> None:
+    def _run(
+        self, name: str, loop: Callable[[Any], T], go_back: GoBack | None, why_not: str = "", last: Any = None
+    ) -> T:
         if self._has_run:
             raise StepError(
                 f"protection.{name} was called a second time: a new process of a failed rank can only come "
                 "to the first call; make all steps in one call"
             )
         self._has_run = True
+        if self._recovery is None:
+            return loop(last)
+        self._is_in_loop = True
+        return self._recovery.run(loop, go_back, why_not, last)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:

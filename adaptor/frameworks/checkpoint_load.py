@@ -178,9 +178,12 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
     """Return the step that was to be loaded, and the differences from its agreed state; "" without a
     difference, or without a comparison.
     """
+    import torch.distributed as dist
+    from megatron.core import mpu
+
     from adaptor.frameworks import megatron_lm
     from adaptor.replica.group import gather_values
-    from adaptor.verification import save_check
+    from adaptor.verification import save_check, state_sums
 
     step = loaded[0] if isinstance(loaded, tuple) else 0
     if not args.load or optimizer is None or getattr(args, "finetune", False):
@@ -197,9 +200,12 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
         return chosen, f"{folder}: the ranks have loaded step {', '.join(map(str, sorted(other_steps)))}"
     if agreed is None:
         return step, ""
-    state, place = megatron_lm.described(model, optimizer)
+    state, place, states = megatron_lm.described(model, optimizer)
     is_whole = not getattr(args, "no_load_optim", False) and not getattr(args, "no_save_optim", False)
-    random, peers = _random_states(args)
+    random, peers = "", list[int]()  # no random states are loaded
+    if not getattr(args, "no_load_rng", False) and not getattr(args, "no_save_rng", False):
+        random = state_sums.random_key(states.own(), states.place)
+        peers = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
     result = save_check.compare(
         folder, agreed, state, place.shares, has_optimizer=is_whole, random=random, peers=peers
     )
@@ -212,20 +218,3 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
             to="stdout",
         )
     return step, result.problem
-
-
-def _random_states(args: Any) -> tuple[str, list[int]]:
-    """Return the sum of this rank's random states, and the ranks of which it may load them; "": none."""
-    import torch.distributed as dist
-    from megatron.core import mpu, tensor_parallel
-
-    from adaptor.checkpoint import step_record
-    from adaptor.verification import state_sums
-
-    if getattr(args, "no_load_rng", False) or getattr(args, "no_save_rng", False):
-        return "", []
-    own_states = step_record.take_random(tensor_parallel.get_cuda_rng_tracker())
-    has_place = getattr(args, "data_parallel_random_init", False) and mpu.get_data_parallel_world_size() > 1
-    place = mpu.get_data_parallel_rank() if has_place else None
-    peers = mpu.get_data_parallel_group(with_context_parallel=True)
-    return state_sums.random_key(own_states, place), dist.get_process_group_ranks(peers)

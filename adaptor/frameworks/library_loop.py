@@ -21,16 +21,14 @@ from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
 from adaptor.checkpoint.training_state import CheckpointContents, format_named
 from adaptor.context import Context
 from adaptor.errors import StartError, UnsupportedError
-from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
+from adaptor.frameworks.training_loop import ProtectedLoop
 from adaptor.host_copy import content, copier, rebuild
 from adaptor.online.rejoin import Rejoin
-from adaptor.online.state import Loop
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
 from adaptor.worker import runtime
 from adaptor.worker.runtime import UNDECIDED
-from adaptor.worker.session import Session
 
 
 class CopiesAsked:
@@ -111,37 +109,22 @@ GoBack = Callable[[int, Mapping[str, int | float]], Any]
 T = TypeVar("T")
 
 
-class LibraryLoop(Loop):
+class LibraryLoop(ProtectedLoop):
     """A custom training loop (`online.state.Loop`).
 
     Args:
         go_back: brings the script back to the end of a step.
-        last: the number of the last step; None: the loop knows its last step.
-        has_copies: `go_back` can set the loop to a step of any copy in host memory.
+        last: the number of the last step; None: the loop of a framework, which knows its last step, and goes
+            back to any step.
     """
 
-    def __init__(
-        self,
-        protected: ProtectedState,
-        session: Session,
-        go_back: GoBack | None,
-        last: int | None,
-        has_copies: bool,
-    ) -> None:
-        self.protected = protected
-        self._model, self._optimizer = protected.model, protected.optimizer
-        self._session = session
+    def __init__(self, protected: ProtectedState, go_back: GoBack | None, last: int | None) -> None:
+        super().__init__(protected)
         self._go_back = go_back
         self._last = last
-        self._has_copies = has_copies
-        self._record: StepRecord | None = None  # of the step to go back to, before the next
 
     def answers(self, step: int) -> Mapping[str, Any]:
         return {"last": self._last}
-
-    def settle(self, step: int) -> None:
-        megatron_settle.settle_core(self._model)
-        megatron_settle.settle_optimizer(self._optimizer)
 
     def agree(self, step: int) -> None:
         """Nothing comes after a step: it is in the function."""
@@ -163,15 +146,9 @@ class LibraryLoop(Loop):
         # A data loader of torch draws a seed when it is made, and a sampler may shuffle.
         trainee.random.put_back(record.rng)
 
-    def gather_weights(self) -> None:
-        megatron_settle.gather_weights(self._model, self._optimizer)
-
     def copied_steps(self) -> tuple[int, ...]:
-        made = self._session.copier if self._has_copies else None
+        made = self._session.copier if self._last is None else None
         return () if made is None else made.steps
-
-    def put_back_copy(self, step: int) -> StepRecord:
-        return content.put_back(step, self._optimizer, self._model)
 
 
 class OwnLoopRecovery:
@@ -179,7 +156,6 @@ class OwnLoopRecovery:
 
     def __init__(self, worker: Rejoin, protected: ProtectedState) -> None:
         self._worker = worker
-        self._session = runtime.get().session
         self._protected = protected
         model, config = protected.model, getattr(protected.optimizer, "config", None)
         self._why_not = why_not_on_core(model[0].config, model[0].ddp_config, config)
@@ -199,46 +175,31 @@ class OwnLoopRecovery:
             self._worker.set_online_support(
                 "its training loop does not make its steps by protection.run_steps"
             )
-            self._session.tell_again()
+            runtime.get().session.tell_again()
 
-    def run_steps(self, one_step: Callable[[int], Any], last: int, go_back: GoBack | None) -> None:
-        """Make all steps to `last` by `one_step`, again from the last finished step after each fault.
-
-        `go_back` puts the loop's own state to a step; None: the loop has no state of its own.
-        """
-        session, worker = self._session, self._worker
-        if worker.newcomer:
-            # The script may count it from the step of the checkpoint that it has loaded.
-            last = worker.ask_record().answers["last"]
-
-        def train() -> None:
-            for number in range(session.board.finished + 1, last + 1):
-                with session.step(number, updates_finish=True):
-                    if one_step(number) is False:
-                        return
-
-        self._run(train, go_back, last)
-
-    def run_loop(self, train: Callable[[], T], go_back: GoBack, why_not: str) -> T:
-        """Call `train`, and again after the last finished step after each fault; return the result of
-        `train`.
+    def run(
+        self, train: Callable[[int | None], T], go_back: GoBack | None, why_not: str, last: int | None
+    ) -> T:
+        """Call `train` with `last`, and again after the last finished step after each fault.
 
         Args:
-            go_back: see `run_steps`.
+            go_back: puts the loop's own state to a step; None: the loop has no state of its own.
             why_not: why the framework cannot call its loop again; empty: the framework can.
-        """
-        if self._worker.newcomer:
-            self._worker.ask_record(lambda step: content.read_record(content.own_copy(step)).record)
-        return self._run(train, go_back, None, why_not)
+            last: the number of the last step; None: only the loop of a framework knows it.
 
-    def _run(self, train: Callable[[], T], go_back: GoBack | None, last: int | None, why_not: str = "") -> T:
-        session, worker = self._session, self._worker
-        if self._why_not and not worker.newcomer:
-            return train()
+        Returns:
+            The result of `train`.
+        """
+        worker, session = self._worker, runtime.get().session
+        if worker.newcomer:
+            answer = worker.ask_record(lambda step: content.read_record(content.own_copy(step)).record)
+            # The script may count it from the step of the checkpoint that it has loaded.
+            last = answer.answers["last"]
+        elif self._why_not:
+            return train(last)
         worker.set_online_support(why_not)
         if not worker.newcomer:
             session.tell_again()
             if why_not:
-                return train()
-        # Only a framework's loop knows its last step, and goes back to any step.
-        return worker.run(LibraryLoop(self._protected, session, go_back, last, last is None), train)
+                return train(last)
+        return worker.run(LibraryLoop(self._protected, go_back, last), lambda: train(last))

@@ -244,15 +244,18 @@ def _group(args: Any) -> str:
     return f"{folder}_part_{mpu.get_expert_tensor_parallel_rank()}"
 
 
-def described(model: Sequence[Any], optimizer: Any) -> tuple[TrainingState, CheckpointPlacement]:
-    """Return this rank's part of model and optimizer, and the rank's place in a checkpoint: collective.
+def described(
+    model: Sequence[Any], optimizer: Any
+) -> tuple[TrainingState, CheckpointPlacement, RandomStates]:
+    """Return this rank's part of model and optimizer, its place in a checkpoint, and its random states:
+    collective.
 
     For reading only: without scheduler, counters and second copies.
     """
     protected, everyone = _protected_state(model, optimizer, None), dist.group.WORLD
     assert everyone is not None
     place = protected.place(everyone)
-    return protected.at(place), place
+    return protected.at(place), place, protected.random()
 
 
 def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:

@@ -166,8 +166,8 @@ class MegatronLoop(TrainingLoop):
             replay.rewind(step)
         for name, value in self._config_before.items():
             setattr(self._config, name, value)
-        megatron_settle.settle(self._model)
-        megatron_settle.settle_optimizer(self._optimizer)
+        super().settle(step)
+        megatron_settle.settle_globals()
         context.part(RegularSaves).abandon()
         megatron_settle.abandon_async_saves(self._given.get("checkpointing_context"))
 
@@ -242,9 +242,6 @@ class MegatronLoop(TrainingLoop):
                 self._given["train_data_iterator"],
             )
         )
-
-    def gather_weights(self) -> None:
-        megatron_settle.gather_weights(self._model, self._optimizer)
 
 
 class FlagscaleLoop(MegatronLoop):

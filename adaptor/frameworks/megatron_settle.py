@@ -53,12 +53,6 @@ _WRITERS = (
 )
 
 
-def settle(model: Sequence[Any]) -> None:
-    """Clear the chunks of the model, and the framework's global objects."""
-    settle_core(model)
-    _settle_globals()
-
-
 def settle_core(model: Sequence[Any]) -> None:
     """Clear the chunks of the model, and Megatron-core's global objects."""
     for chunk in model:
@@ -208,7 +202,8 @@ def _settle_bucket_group(bucket_group: Any) -> None:
     bucket_group.reset()
 
 
-def _settle_globals() -> None:
+def settle_globals() -> None:
+    """Clear the global objects of Megatron-LM."""
     from megatron.training import get_args, get_timers
 
     for timer in copy.copy(getattr(get_timers(), "_timers", {})).values():

@@ -145,29 +145,20 @@ def examine(parsed: Any) -> None:
 
 def make_step(wrapped: Callable[..., Any], args: Any, kwargs: Any, step: int) -> Any:
     """Call the framework's `train_step`, which makes `step`."""
-    from adaptor.online import rejoin
+    from adaptor.frameworks import training_loop
 
-    is_repeatable = rejoin.of_this_process() is not None
-    if is_repeatable:
-        from adaptor.frameworks import training_loop
-
-        training_loop.begin_step(step)
+    training_loop.begin_step(step)
     with runtime.get().session.step(step):
         result = wrapped(*args, **kwargs)
-    if is_repeatable:
-        training_loop.end_step()
+    training_loop.end_step()
     return result
 
 
 def write_log(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the framework's `training_log`, with the sums of steps that were made before a fault."""
-    from adaptor.online import rejoin
+    from adaptor.frameworks import training_loop
 
-    log = None
-    if rejoin.of_this_process() is not None:
-        from adaptor.frameworks import training_loop
-
-        log = training_loop.log_of_this_process()
+    log = training_loop.log_of_this_process()
     return wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
 
 

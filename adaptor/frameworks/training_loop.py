@@ -310,8 +310,28 @@ class StepTail:
                     next(replay)
 
 
-class TrainingLoop(state.Loop):
-    """A training loop, as it was called.
+class ProtectedLoop(state.Loop):
+    """A training loop with a description of its state."""
+
+    def __init__(self, protected: ProtectedState) -> None:
+        self.protected = protected
+        self._model, self._optimizer = protected.model, protected.optimizer
+        self._session = runtime.get().session
+        self._record: StepRecord | None = None  # of the step to go back to, before the next
+
+    def settle(self, step: int) -> None:
+        megatron_settle.settle_core(self._model)
+        megatron_settle.settle_optimizer(self._optimizer)
+
+    def gather_weights(self) -> None:
+        megatron_settle.gather_weights(self._model, self._optimizer)
+
+    def put_back_copy(self, step: int) -> StepRecord:
+        return content.put_back(step, self._optimizer, self._model)
+
+
+class TrainingLoop(ProtectedLoop):
+    """A training loop of Megatron-LM or ModelLink, as it was called.
 
     Args:
         train_call: the arguments of the call of `train`, by their names.
@@ -338,16 +358,14 @@ class TrainingLoop(state.Loop):
         train: Sequence[DataRewind],
         valid: Sequence[DataRewind],
     ) -> None:
+        super().__init__(protected)
         self.args: Callable[[], Any] = importlib.import_module(self.framework).get_args  # asked in each step
-        self.protected = protected
         self._given = train_call
-        self._model, self._optimizer = protected.model, protected.optimizer
         self._scheduler = protected.scheduler
         self._train, self._valid = train, valid
         answers = context.part(Recovery).answers
         self._tail = StepTail(valid, TailState(**answers["tail"]) if "tail" in answers else None)
-        self._record: StepRecord | None = None
-        self._board = runtime.get().session.board
+        self._board = self._session.board
         log = answers.get("log", {})
         # A copy in host memory has the log of its step. Where the board is lost with its node, the twin's
         # part of the log is all that is left.
@@ -394,18 +412,15 @@ class TrainingLoop(state.Loop):
         No rank has a use for copies from before a step that all have copied, or that is saved; and where no
         copies are made any more, no data is kept for them.
         """
-        made = runtime.get().session.copier
+        made = self._session.copier
         if made is None:
             return step - STEPS
         of_copies = max(made.sure, step - _MOST_INTERVALS * made.steps_between)
         return min(step - STEPS, max(of_copies, context.part(RegularSaves).newest))
 
     def copied_steps(self) -> tuple[int, ...]:
-        made, oldest = runtime.get().session.copier, max(self._oldest, context.part(RegularSaves).newest)
+        made, oldest = self._session.copier, max(self._oldest, context.part(RegularSaves).newest)
         return () if made is None else tuple(step for step in made.steps if step >= oldest)
-
-    def put_back_copy(self, step: int) -> StepRecord:
-        return content.put_back(step, self._optimizer, self._model)
 
     def end_step(self) -> None:
         """A step has ended; the loop counts the step, and writes the step's line."""
