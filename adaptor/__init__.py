@@ -189,12 +189,13 @@ def protect(
         ConfigError: `save` cannot be written, is an object store, or holds a later step than `step`.
         StartError: the process was not started by ttprun.
     """
-    is_on = _is_on()
-    from adaptor import library
+    if not _is_on():
+        from adaptor.library import Protection
 
-    if not is_on:
-        return library.Protection(None, step)
-    return library.protect(
+        return Protection(None, step)
+    from adaptor.frameworks import library_loop
+
+    return library_loop.protect(
         model=model,
         optimizer=optimizer,
         save=save,
@@ -244,9 +245,9 @@ def write_host_copies(
     """
     if not _is_on():
         return None
-    from adaptor import library
+    from adaptor.frameworks import library_loop
 
-    return library.write_host_copies(
+    return library_loop.write_host_copies(
         model=model,
         optimizer=optimizer,
         save=save,

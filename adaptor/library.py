@@ -1,21 +1,20 @@
-"""Protects scripts with Megatron-core as a library and a custom training loop."""
+"""The object of a custom training loop on Megatron-core; `adaptor.protect` makes it
+(`adaptor/frameworks/library_loop.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from adaptor.errors import StepError, UnsupportedError
+from adaptor.errors import StepError
 from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.session import Session
 
-if TYPE_CHECKING:
-    from adaptor.frameworks.library_loop import GoBack, OwnLoopRecovery
-
+# Is given the last finished step, and the counters after it.
+GoBack = Callable[[int, Mapping[str, int | float]], Any]
 T = TypeVar("T")
 
 
@@ -25,12 +24,10 @@ class Protection:
     Args:
         session: of this process; None where the adaptor is not enabled.
         steps_done: the last finished step.
-        recovery: online recovery, if available in this process.
+        recovery: online recovery (`OwnLoopRecovery`), if available in this process.
     """
 
-    def __init__(
-        self, session: Session | None, steps_done: int = 0, recovery: OwnLoopRecovery | None = None
-    ) -> None:
+    def __init__(self, session: Session | None, steps_done: int = 0, recovery: Any = None) -> None:
         self._session = session
         self._done = steps_done
         self._recovery = recovery
@@ -69,14 +66,14 @@ class Protection:
                         return
 
         behind = None if go_back is None else lambda step, _counters: go_back(step)
-        self._run("run_steps", loop, behind, last=_whole_number(last))
+        self._run("run_steps", loop, behind, last=whole_number(last))
         if self._session is not None:
             self._session.board.reach(ScriptStage.TRAINED)
 
     def run_loop(
         self,
         loop: Callable[[], T],
-        go_back: Callable[[int, Mapping[str, int | float]], Any],
+        go_back: GoBack,
         why_not: str = "",
     ) -> T:
         """Call `loop`, a framework's own, whose steps are made in `with protection.step(number):`.
@@ -116,7 +113,8 @@ class Protection:
         if self._recovery is None:
             return loop(last)
         self._is_in_loop = True
-        return self._recovery.run(loop, go_back, why_not, last)
+        result: T = self._recovery.run(loop, go_back, why_not, last)
+        return result
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -136,7 +134,7 @@ class Protection:
             yield
             return
         self._begins_by_itself()
-        step = _whole_number(step)
+        step = whole_number(step)
         self._session.require_next(step)
         with self._session.step(step, updates_finish=True):
             yield
@@ -156,7 +154,7 @@ class Protection:
         """
         if self._session is not None:
             self._begins_by_itself()
-            step = _whole_number(step)
+            step = whole_number(step)
             self._session.require_next(step)
             self._session.begin_step(step, ends_with_update=True, updates_finish=True)
 
@@ -208,7 +206,7 @@ class Protection:
         return contextlib.nullcontext() if self._session is None else self._session.moving_state()
 
 
-def _whole_number(step: Any) -> int:
+def whole_number(step: Any) -> int:
     """Return the number of a step. Raises StepError: the argument is no whole number."""
     try:
         number = operator.index(step)
@@ -217,136 +215,3 @@ def _whole_number(step: Any) -> int:
     if number < 0:
         raise StepError(f"step is {step!r}: it must be a whole number, 0 or more")
     return number
-
-
-def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
-    """Return the chunks of the model.
-
-    Raises:
-        UnsupportedError: Megatron-core has not made the chunks or the optimizer.
-    """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
-    if not chunks or not all(hasattr(chunk, "ddp_config") and hasattr(chunk, "config") for chunk in chunks):
-        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "empty"
-        raise UnsupportedError(
-            f"model is {kinds}: adaptor.protect needs a list of Megatron-core's DistributedDataParallel"
-        )
-    if not hasattr(optimizer, "get_loss_scale"):
-        raise UnsupportedError(
-            f"optimizer is {type(optimizer).__name__}: adaptor.protect needs what Megatron-core's "
-            "get_megatron_optimizer returned"
-        )
-    return chunks
-
-
-def _claim(optimizer: Any) -> None:
-    """Claim the job, unless claimed before its process groups were made; present groups stay unchanged."""
-    from adaptor import context, patching
-    from adaptor.frameworks import optimizer_instances
-    from adaptor.replica.choice import ReplicaChoice
-
-    if patching.claim("ttp"):
-        context.part(ReplicaChoice).cannot_split(
-            "the process groups were made before adaptor.enable() was called, or without it"
-        )
-        optimizer_instances.let_pass_the_door(optimizer)
-
-
-def protect(
-    model: Sequence[Any],
-    optimizer: Any,
-    save: str | Path,
-    step: int,
-    samples_per_step: int | Callable[[], int],
-    format: str,
-    **described: Any,
-) -> Protection:
-    """Do the work of `adaptor.protect`, if the adaptor is enabled; with the same arguments.
-
-    Raises:
-        UnsupportedError: as `adaptor.protect` says.
-    """
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.package_info import __version__
-
-    from adaptor import context, hooks, patching
-    from adaptor.checkpoint import left_overs, save_folder_claim
-    from adaptor.frameworks import (
-        kernel_timeout,
-        library_loop,
-        optimizer_instances,
-        state_comparison,
-        supported_options,
-        training_loop,
-    )
-    from adaptor.frameworks.library_loop import OwnLoopRecovery
-    from adaptor.online import rejoin
-    from adaptor.worker import runtime
-
-    patching.check("ttp")
-    supported_options.require_no_layout_only()
-    step = _whole_number(step)
-    increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
-    model = _require_megatron(model, optimizer)
-    optimizer_instances.require_groups()
-    _claim(optimizer)
-    kernel_timeout.note(model[0].config)
-    if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
-        raise UnsupportedError(
-            f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"
-        )
-    # A rank that trains nothing has an empty chain of optimizers, which has no config.
-    supported_options.require_protected(
-        getattr(optimizer, "config", None), model[0].config, model[0].ddp_config, format=format
-    )
-    if model[0].config.num_moe_experts is not None:
-        supported_options.require_folders_for_experts(
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-        )
-    supported_options.require_no_replay()
-    for hook in hooks.of_worker():
-        hook.require_other_loop(torch.distributed.get_world_size())
-    worker = rejoin.of_this_process()
-    comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
-    if not comes_new:
-        save_folder_claim.require_writable(save)
-        library_loop.require_asked()
-        save_folder_claim.require_no_later_step(save, step)
-    if torch.distributed.get_rank() == 0 and not comes_new:
-        save_folder_claim.claim(save)
-        left_overs.clean(Path(save))
-    # A new process does not ask: the ranks that train tell it whether they make copies.
-    copies = comes_new or context.part(library_loop.CopiesAsked).asked
-    training_loop.attach(copies=copies)
-    protected = library_loop.protected_state(
-        model=model,
-        optimizer=optimizer,
-        save=save,
-        format=format,
-        increment=increment,
-        may_copy=copies,
-        **described,
-    )
-    recovery = None if worker is None else OwnLoopRecovery(worker, protected)
-    compare = partial(state_comparison.compare_own_load, Path(save), step) if step else None
-    training_loop.begin_training(protected, step, compare)
-    return Protection(runtime.get().session, step, recovery)
-
-
-def write_host_copies(*, model: Sequence[Any], optimizer: Any, **described: Any) -> int | None:
-    """Do the work of `adaptor.write_host_copies`, if the adaptor is enabled; with the same arguments."""
-    from adaptor import patching
-    from adaptor.frameworks import library_loop
-    from adaptor.online import rejoin
-
-    patching.check("ttp")
-    chunks = _require_megatron(model, optimizer)
-    _claim(optimizer)
-    if rejoin.is_newcomer():  # its state comes from others
-        return None
-    return library_loop.write_host_copies(
-        library_loop.protected_state(model=chunks, optimizer=optimizer, **described)
-    )

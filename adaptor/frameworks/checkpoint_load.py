@@ -29,6 +29,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the framework's `load_checkpoint`, with an intact checkpoint, and compare what was loaded."""
     from megatron.training import get_args
 
+    from adaptor.frameworks import megatron_lm
     from adaptor.host_copy import copier  # torch, which is for the script to import
 
     megatron_args = get_args()
@@ -39,7 +40,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
     copies = may_have and is_restart and load_arg == "load"
     if copies:
-        _write_host_copies(model, optimizer, scheduler)
+        megatron_lm.write_host_copies(model, optimizer, scheduler)
         copier.require_training()
 
     def check() -> None:
@@ -47,7 +48,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def write() -> None:
         if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded
-            _write_host_copies(model, optimizer, scheduler)
+            megatron_lm.write_host_copies(model, optimizer, scheduler)
 
     if load_arg == "load":
         megatron_restart.settle(megatron_args, check, write)
@@ -91,13 +92,6 @@ def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | 
         resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads, refused)
         if checkpoint_exists(folder):
             break
-
-
-def _write_host_copies(model: Any, optimizer: Any, scheduler: Any) -> None:
-    from adaptor.frameworks import megatron_lm
-
-    if optimizer is not None:
-        megatron_lm.write_host_copies(model, optimizer, scheduler)
 
 
 def _loaded_into(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

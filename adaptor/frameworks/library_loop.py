@@ -10,25 +10,41 @@ new process runs the script up to the loop, and gets the state from a survivor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.package_info import __version__
 
-from adaptor import context
+from adaptor import context, hooks, patching
+from adaptor.checkpoint import left_overs, save_folder_claim
 from adaptor.checkpoint.step_record import RandomStates, StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
 from adaptor.checkpoint.training_state import CheckpointContents, format_named
 from adaptor.context import Context
 from adaptor.errors import StartError, UnsupportedError
+from adaptor.frameworks import (
+    kernel_timeout,
+    optimizer_instances,
+    state_comparison,
+    supported_options,
+    training_loop,
+)
 from adaptor.frameworks.megatron_online_support import why_not_on_core
 from adaptor.frameworks.training_loop import ProtectedLoop
 from adaptor.host_copy import content, copier, rebuild
+from adaptor.library import GoBack, Protection, whole_number
+from adaptor.online import rejoin
 from adaptor.online.rejoin import Rejoin
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
+from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.runtime import UNDECIDED
+
+T = TypeVar("T")
 
 
 class CopiesAsked:
@@ -92,21 +108,6 @@ def protected_state(
         may_copy=may_copy,
         extra=extra or {},
     )
-
-
-def write_host_copies(protected: ProtectedState) -> int | None:
-    """Implement `adaptor.write_host_copies` in a process that trains with others."""
-    context.part(CopiesAsked).asked = True
-    if context.get().settings.host_copy == 0 or not context.part(Generation).is_restart:
-        return None
-    written = rebuild.write_newest(protected)
-    copier.require_training()
-    return written
-
-
-# Is given the last finished step, and the counters after it.
-GoBack = Callable[[int, Mapping[str, int | float]], Any]
-T = TypeVar("T")
 
 
 class LibraryLoop(ProtectedLoop):
@@ -203,3 +204,114 @@ class OwnLoopRecovery:
             if why_not:
                 return train(last)
         return worker.run(LibraryLoop(self._protected, go_back, last), lambda: train(last))
+
+
+def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
+    """Return the chunks of the model.
+
+    Raises:
+        UnsupportedError: Megatron-core has not made the chunks or the optimizer.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    if not chunks or not all(hasattr(chunk, "ddp_config") and hasattr(chunk, "config") for chunk in chunks):
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "empty"
+        raise UnsupportedError(
+            f"model is {kinds}: adaptor.protect needs a list of Megatron-core's DistributedDataParallel"
+        )
+    if not hasattr(optimizer, "get_loss_scale"):
+        raise UnsupportedError(
+            f"optimizer is {type(optimizer).__name__}: adaptor.protect needs what Megatron-core's "
+            "get_megatron_optimizer returned"
+        )
+    return chunks
+
+
+def _claim(optimizer: Any) -> None:
+    """Claim the job, unless claimed before its process groups were made; present groups stay unchanged."""
+    if patching.claim("ttp"):
+        context.part(ReplicaChoice).cannot_split(
+            "the process groups were made before adaptor.enable() was called, or without it"
+        )
+        optimizer_instances.let_pass_the_door(optimizer)
+
+
+def protect(
+    model: Sequence[Any],
+    optimizer: Any,
+    save: str | Path,
+    step: int,
+    samples_per_step: int | Callable[[], int],
+    format: str,
+    **described: Any,
+) -> Protection:
+    """Do the work of `adaptor.protect`, if the adaptor is enabled; with the same arguments.
+
+    Raises:
+        UnsupportedError: as `adaptor.protect` says.
+    """
+    patching.check("ttp")
+    supported_options.require_no_layout_only()
+    step = whole_number(step)
+    increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
+    model = _require_megatron(model, optimizer)
+    optimizer_instances.require_groups()
+    _claim(optimizer)
+    kernel_timeout.note(model[0].config)
+    if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
+        raise UnsupportedError(
+            f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"
+        )
+    # A rank that trains nothing has an empty chain of optimizers, which has no config.
+    supported_options.require_protected(
+        getattr(optimizer, "config", None), model[0].config, model[0].ddp_config, format=format
+    )
+    if model[0].config.num_moe_experts is not None:
+        supported_options.require_folders_for_experts(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+    supported_options.require_no_replay()
+    for hook in hooks.of_worker():
+        hook.require_other_loop(dist.get_world_size())
+    worker = rejoin.of_this_process()
+    comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
+    if not comes_new:
+        save_folder_claim.require_writable(save)
+        require_asked()
+        save_folder_claim.require_no_later_step(save, step)
+    if dist.get_rank() == 0 and not comes_new:
+        save_folder_claim.claim(save)
+        left_overs.clean(Path(save))
+    # A new process does not ask: the ranks that train tell it whether they make copies.
+    copies = comes_new or context.part(CopiesAsked).asked
+    training_loop.attach(copies=copies)
+    protected = protected_state(
+        model=model,
+        optimizer=optimizer,
+        save=save,
+        format=format,
+        increment=increment,
+        may_copy=copies,
+        **described,
+    )
+    recovery = None if worker is None else OwnLoopRecovery(worker, protected)
+    compare = partial(state_comparison.compare_own_load, Path(save), step) if step else None
+    training_loop.begin_training(protected, step, compare)
+    return Protection(runtime.get().session, step, recovery)
+
+
+def write_host_copies(*, model: Sequence[Any], optimizer: Any, **described: Any) -> int | None:
+    """Do the work of `adaptor.write_host_copies`, if the adaptor is enabled; with the same arguments."""
+    patching.check("ttp")
+    chunks = _require_megatron(model, optimizer)
+    _claim(optimizer)
+    if rejoin.is_newcomer():  # its state comes from others
+        return None
+    context.part(CopiesAsked).asked = True
+    if context.get().settings.host_copy == 0 or not context.part(Generation).is_restart:
+        return None
+    protected = protected_state(model=chunks, optimizer=optimizer, **described)
+    written = rebuild.write_newest(protected)
+    copier.require_training()
+    return written

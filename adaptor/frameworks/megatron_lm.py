@@ -36,6 +36,7 @@ from adaptor.frameworks import (
     training_loop,
 )
 from adaptor.frameworks.failed_saves import FailedSaves
+from adaptor.host_copy import rebuild
 from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
 
@@ -262,13 +263,15 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
     """Make a checkpoint of the host copies, if newer than the job's saves: collective.
 
     Model and optimizer are built, and nothing is loaded yet. The job then loads from its save folder.
+
+    Args:
+        optimizer: None: nothing is made.
     """
-    from megatron.training import get_args
-
-    from adaptor.host_copy import rebuild
-
-    if rebuild.write_newest(_protected_state(model, optimizer, scheduler)) is not None:
-        megatron_restart.resume_after_restart(get_args())
+    if optimizer is None:
+        return
+    protected = _protected_state(model, optimizer, scheduler)
+    if rebuild.write_newest(protected) is not None:
+        megatron_restart.resume_after_restart(protected.args)
 
 
 def evaluated(args: Any, iters: int | list[int], step: int) -> int:

@@ -31,13 +31,13 @@ LAYERS = (
     ("adaptor.checkpoint", "adaptor.diagnostics", "adaptor.verification"),
     ("adaptor.operations", "adaptor.transform"),
     ("adaptor.store",),
-    ("adaptor.worker",),
+    ("adaptor.worker", "adaptor.library"),
     ("adaptor.online",),
     ("adaptor.host_copy",),
     ("adaptor.mindio",),
     ("adaptor.frameworks", "adaptor.preflight", "adaptor.protection_plan"),
     ("adaptor.patches", "adaptor.mindio.provided"),
-    ("adaptor", "adaptor.library", "adaptor._start", "adaptor.commands", "adaptor.__main__"),
+    ("adaptor", "adaptor._start", "adaptor.commands", "adaptor.__main__"),
     ("adaptor.launchers",),
 )
 # The parts that a job can do without, by the beginnings of their modules' names. All else is the core, which

@@ -99,9 +99,11 @@ def test_a_loop_of_ones_own_notes_when_kernels_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernel_timeout, "note", note)
     monkeypatch.setattr(patching, "check", lambda group: None)
     monkeypatch.setattr(optimizer_instances, "require_groups", lambda: None)
-    monkeypatch.setattr(library, "_claim", lambda optimizer: None)
+    from adaptor.frameworks import library_loop
+
+    monkeypatch.setattr(library_loop, "_claim", lambda optimizer: None)
     chunk = SimpleNamespace(config=object(), ddp_config=object())
     optimizer = SimpleNamespace(get_loss_scale=None)
     with pytest.raises(StopIteration):
-        library.protect([chunk], optimizer, tmp_path, 0, 0, "torch")
+        library_loop.protect([chunk], optimizer, tmp_path, 0, 0, "torch")
     assert noted == [chunk.config]
