@@ -1,8 +1,9 @@
 """The begin of training, in every loop; and the training loops of Megatron-LM and ModelLink, called again
 after a recovery: their base class, and the calls that their patches make.
 
-Both have `get_args` in a package with `get_checkpoint_name` beside it, and count on the same arguments; a
-subclass names the package (`online.state.Loop` documents the methods).
+Both have `get_args` in a package, and count on the same arguments; a subclass names the package
+(`online.state.Loop` documents the methods). `Protection.run_loop` is not enough for them: a newcomer builds
+its data by the step, and what a rank has missed after a step (log line, evaluation, save) is made again.
 """
 
 from __future__ import annotations
