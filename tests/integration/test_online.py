@@ -39,6 +39,7 @@ from tests.faults.harness import (
 from tests.faults.library import train
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_as_saved, baselines, ends, restarts
+from tests.integration.test_experts import MOE_ETP2
 
 # What forward passes add up over a step: for a router's bias, for a loss of routers, and for the log.
 MOE_DP2_SUMS = replace(
@@ -261,6 +262,7 @@ LAYOUTS = (
     (VPP2_DP2_OVERLAP, ("backward", "update")),
     (MOE_EP2, ("update",)),
     (MOE_EP2_MIRROR, ("backward", "update")),
+    (MOE_ETP2, ("backward",)),
     (DP2_MIRROR, ("backward",)),
     (DP2_OVERLAP, ("backward", "update")),
     (DP2_FP16, ("backward",)),
