@@ -31,7 +31,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
     from adaptor.frameworks import megatron_lm  # torch, which is for the script to import
 
     # It counts its floating-point operations from 0, also where it goes on from a checkpoint.
-    _, protected = megatron_lm.called(args, kwargs, operations=0)
+    _, protected = megatron_lm.describe_call(args, kwargs, operations=0)
     megatron_lm.begin_training(protected)
     trained = wrapped(*args, **kwargs)
     runtime.get().session.end_training()

@@ -213,7 +213,7 @@ class ProtectedState:
         may_copy: whether the job may have copies in host memory (TTP_HOST_COPY)
         args, extra, beside: see `TrainingState`; `args` as on the rank that may write
         on_top: returns further files of the checkpoint, in every format; collective
-        further: returns further fields of `MegatronTrainee`; collective
+        further_fields: returns further fields of `MegatronTrainee`; collective
     """
 
     model: Sequence[Any]
@@ -233,7 +233,7 @@ class ProtectedState:
     on_top: Callable[[TrainingState, CheckpointPlacement, dist.ProcessGroup], Mapping[str, bytes]] = (
         lambda *_: {}
     )
-    further: Callable[[dist.ProcessGroup], Mapping[str, Any]] = lambda _everyone: {}
+    further_fields: Callable[[dist.ProcessGroup], Mapping[str, Any]] = lambda _everyone: {}
 
     def at(self, place: CheckpointPlacement) -> TrainingState:
         """Return this rank's part of a checkpoint, but for its format and the files on top."""
@@ -290,7 +290,7 @@ class ProtectedState:
             local_copy=local_copy_of(self.optimizer, mirrors, is_repeated),
             survives=place.survives,
             shares_by_rank=place.shares_by_rank,
-            **self.further(everyone),
+            **self.further_fields(everyone),
         )
 
 

@@ -124,7 +124,7 @@ def protected_state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> Pro
         may_copy=False,
         args=args,
         # It is called before the tokens of the step are counted.
-        further=lambda _everyone: {"also": lambda: {"token_num": args.consumed_train_tokens}},
+        further_fields=lambda _everyone: {"also": lambda: {"token_num": args.consumed_train_tokens}},
     )
 
 

@@ -93,7 +93,7 @@ def require_protected(args: Any) -> None:
         check()
 
 
-def called(
+def describe_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], operations: float, rerun: bool = True
 ) -> tuple[Mapping[str, Any], ProtectedState]:
     """Return the arguments of a call of `train` by their names, and the state that the loop trains.
@@ -106,7 +106,7 @@ def called(
     context.part(Operations).begin(operations)
     eval_iters: list[Any] = [0]
 
-    def further(everyone: dist.ProcessGroup) -> Mapping[str, Any]:
+    def further_fields(everyone: dist.ProcessGroup) -> Mapping[str, Any]:
         if path := context.get().settings.layout_only:
             layout_beside.write_alone(Path(path), everyone)
         # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
@@ -115,12 +115,12 @@ def called(
         return {"rerun": _rerun_state(rerun), "loaders": _loader_states(call.get("train_data_iterator"))}
 
     protected = _protected_state(
-        call["model"], call["optimizer"], call["opt_param_scheduler"], eval_iters, further
+        call["model"], call["optimizer"], call["opt_param_scheduler"], eval_iters, further_fields
     )
     return call, protected
 
 
-def batches() -> Any:
+def batch_sizes() -> Any:
     """Return the framework's module with the sizes of batches; up to 0.7 it is not of the core."""
     core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
     return importlib.import_module(core.name if core else "megatron.training.global_vars")
@@ -131,19 +131,19 @@ def _protected_state(
     optimizer: Any,
     scheduler: Any,
     eval_iters: Sequence[int | list[int]] = (0,),
-    further: Callable[[dist.ProcessGroup], Mapping[str, Any]] = lambda _everyone: {},
+    further_fields: Callable[[dist.ProcessGroup], Mapping[str, Any]] = lambda _everyone: {},
 ) -> ProtectedState:
     """Return the state of this rank, from the framework's globals.
 
     Args:
         eval_iters: see `evaluated`; the value in a step is that of the one element.
-        further: see `ProtectedState`.
+        further_fields: see `ProtectedState`.
     """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 
-    args, sizes, operations = get_args(), batches(), context.part(Operations)
+    args, sizes, operations = get_args(), batch_sizes(), context.part(Operations)
 
     def batch() -> int:
         return int(mpu.get_data_parallel_world_size() * args.micro_batch_size * sizes.get_num_microbatches())
@@ -190,7 +190,7 @@ def _protected_state(
         args=args,
         beside=context.part(adapter_base.AdapterBase).files(),
         on_top=layout_beside.take,
-        further=further,
+        further_fields=further_fields,
     )
 
 

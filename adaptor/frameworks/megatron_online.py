@@ -179,8 +179,8 @@ class MegatronLoop(TrainingLoop):
                 if not getattr(chunk, "remove_forward_pre_hook_handles", True):
                     chunk.enable_forward_pre_hook()
 
-    def batches(self) -> Any:
-        return megatron_lm.batches()
+    def batch_sizes(self) -> Any:
+        return megatron_lm.batch_sizes()
 
     def set_loop(self, record: StepRecord) -> None:
         self._is_set = True
@@ -279,7 +279,7 @@ def train(
         tolerance: is entered around the loop.
     """
     training_loop.attach()
-    call, protected = megatron_lm.called(args, kwargs, operations, rerun)
+    call, protected = megatron_lm.describe_call(args, kwargs, operations, rerun)
     own = FlagscaleLoop if wrapped.__module__ == FlagscaleLoop.module else MegatronLoop
     return training_loop.train(
         lambda: why_not(protected.args, call),

@@ -443,13 +443,13 @@ class TrainingLoop(ProtectedLoop):
         self.set_loop(record)
         consumed = self._put_back_consumed(record.step)  # where batches grow, the loop saves
         self.log.go_back(record.step)
-        self.batches().update_num_microbatches(consumed, consistency_check=False)
+        self.batch_sizes().update_num_microbatches(consumed, consistency_check=False)
 
     def set_loop(self, record: StepRecord) -> None:
         """Set the values that the loop reads when called."""
         self.set_args({"iteration": record.step})
 
-    def batches(self) -> Any:
+    def batch_sizes(self) -> Any:
         """Return the module with the sizes of the batches."""
         return importlib.import_module(self.framework)
 
