@@ -161,6 +161,8 @@ def main() -> None:
         ranks: paired([line for line in written if line["what"] == "block"])
         for ranks, written in blocks.items()
     }
+    if not all(pairs.values()):
+        raise JobError("no pair of blocks fits into the steps: use more --pairs")
     found = {ranks: {"summary": summary(of_job), "pairs": of_job} for ranks, of_job in pairs.items()}
     made = {ranks: one["summary"] for ranks, one in found.items()}
     target = HOLDERS_TARGET if given.holders else TARGET
