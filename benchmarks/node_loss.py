@@ -1,8 +1,8 @@
 """How long from the loss of a node to the next finished step: `python benchmarks/node_loss.py`.
 
-Two nodes with two processes each and a spare node, in network namespaces of this machine (root, or a user
-who may make them). `ttprun` of node 1, or of node 0 (`--node 0`), is killed in a phase of a step that is
-drawn, and its workers with it.
+Two nodes, or more (`--nodes`), and a spare node, in network namespaces of this machine (root, or a user who
+may make them). `ttprun` of node 1, or of node 0 (`--node 0`), is killed in a phase of a step that is drawn,
+and its workers with it; or the node is cut off from all others, and lives on (`--cut`).
 Three ways in turns: the spare node takes the place online, with processes that have imported what workers
 have, and without; and all start again with the spare node in that place. The time is that of the dying node
 itself; a step is finished when every rank has. All losses and grad norms of each job, and the checkpoint at
@@ -21,6 +21,7 @@ from typing import Any
 from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
+from tests.certificates import Authority
 from tests.faults import harness, keeping, namespaces, outcome, scenario
 from tests.faults.harness import DP2_MIRROR, DP4, ITERATIONS, MOE_EP2, TP2_DP2, Job, Layout
 from tests.faults.same import differences
@@ -60,30 +61,34 @@ class Loss:
     node: int
 
 
-def measure(folder: Path, way: Way, loss: Loss, baseline: Baseline) -> float:
+def measure(
+    folder: Path, way: Way, loss: Loss, baseline: Baseline, nodes: int, *, cut: bool, tls: bool
+) -> float:
     """Run a job that loses a node; return the seconds from that to the next finished step."""
     layout: Layout = LAYOUTS[loss.layout]
-    rank = layout.processes - 1 if loss.node else 0
-    with namespaces.two() as network:
+    rank = (loss.node + 1) * layout.processes // nodes - 1 if loss.node else 0
+    kind = "cut" if cut else way.kind
+    folder.mkdir()
+    with namespaces.star(nodes + 1, cut=loss.node) as network:
         ended = harness.run(
             Job(
                 folder / "job",
                 layout,
                 save=folder / "save",
-                faults=[f"rank={rank},step={loss.step},phase={loss.phase},kind={way.kind}"],
-                nodes=2,
+                faults=[f"rank={rank},step={loss.step},phase={loss.phase},kind={kind}"],
+                nodes=nodes,
                 spares=1,
                 network=network,
-                environment={"TTP_TLS": "plain"},
+                environment=Authority(folder / "signer").settings() if tls else {"TTP_TLS": "plain"},
                 options=way.options,
                 restarts=1,
                 cold=True,
             )
         )
-    if sorted(ended.codes) != [0, 0, 137]:
+    if [code for node, code in enumerate(ended.codes) if node != loss.node] != [0] * nodes:
         raise JobError(f"exit codes {ended.codes}:\n{ended.log[-3000:]}")
     is_online = way.options[1] != "0"
-    if ("(1 without a restart)" in ended.log) != is_online:
+    if ("(1 without a restart)" in ended.logs[1 - loss.node]) != is_online:
         raise JobError(f"it was {'not ' if is_online else ''}recovered online:\n{ended.log[-3000:]}")
     # The line of the step that all go on from may be written nowhere; what follows depends on it.
     steps = {*range(1, ITERATIONS + 1)} - {loss.step - 1, loss.step}
@@ -114,12 +119,14 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["dp4"], help="in turn")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--node", type=int, choices=(0, 1), default=1, help="that is lost")
+    parser.add_argument("--nodes", type=int, choices=(2, 4), default=2, help="beside the spare node")
+    parser.add_argument("--cut", action="store_true", help="the node is cut off, and not killed")
+    parser.add_argument("--tls", action="store_true", help="with certificates")
     given = parser.parse_args()
     if not namespaces.permitted():
         raise JobError("this user may make no network namespace")
-    benchmark = Benchmark(
-        "node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts), "node": given.node}
-    )
+    shape = {"node": given.node, "nodes": given.nodes, "cut": given.cut, "tls": given.tls}
+    benchmark = Benchmark("node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts), **shape})
     source = random.Random(given.seed)
     folder = new_folder("node_loss")
     baseline_of = scenario.baselines(keeping.KEPT)
@@ -131,7 +138,8 @@ def main() -> None:
         for way in given.ways:
             print(f"round {number + 1} of {given.rounds}, {loss}: {way}", flush=True)
             place = folder / f"{number}-{len(list(folder.iterdir()))}"
-            found[way].append(measure(place, WAYS[way], loss, baseline))
+            cost = measure(place, WAYS[way], loss, baseline, given.nodes, cut=given.cut, tls=given.tls)
+            found[way].append(cost)
     shutil.rmtree(folder)
 
     rows: list[list[Any]] = []

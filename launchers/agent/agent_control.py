@@ -167,6 +167,10 @@ class AgentControl:
         self.settled.clear()
         self.records.begin(self.generations_begun)
 
+    def expect_saves(self, save: str) -> None:
+        """Note where the workers of a spare node will save: this agent may take over before they train."""
+        self._folder_tasks.saves.add(save)
+
     def connect(self, client: ControllerClient) -> None:
         """Send messages to the controller through `client` from now on."""
         self.client = client

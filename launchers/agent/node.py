@@ -293,6 +293,8 @@ class Node:
         """
         node, own_gate, client = self.control.node, None, self.control.client
         assert client is not None
+        if taken is not None and (save := common.facts["--save"]):
+            self.control.expect_saves(save)
         if client.controller_host is not None:
             address = client.address if node else host
             places.announce(self.open_gate(common, address), client.succession.term)

@@ -254,11 +254,13 @@ def _run_with_survivors(
             try:
                 code = _take_part(parsed, settings, engine, record, job)
                 break
-            except waiting.MovedError as error:  # nothing was started here
+            except (waiting.MovedError, waiting.StoreLostError) as error:  # nothing was started here
                 output.tell(f"[ttp] {error}")
                 parsed.ttp_spare |= isinstance(error, waiting.PlaceLostError)
                 lost_agents.append(record.end_agent)
                 at_once, record.end_agent = record.end_agent() or at_once, lambda: False
+                if isinstance(error, waiting.StoreLostError) and not job.moves():
+                    break
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         code = USAGE_EXIT_CODE
@@ -299,6 +301,7 @@ def _take_part(
 
     Raises:
         MovedError: the job is elsewhere, or takes this node as a spare node: the next call goes there.
+        StoreLostError: the job may be elsewhere soon.
     """
     from adaptor.launchers.rendezvous import rendezvous_store
 
@@ -344,7 +347,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return USAGE_EXIT_CODE
         conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save_folder)
         return int(verdict.exit_code)
-    except waiting.MovedError:
+    except (waiting.MovedError, waiting.StoreLostError):
         raise
     except waiting.NotTakenInError as error:
         output.tell(f"[ttp] {error}")

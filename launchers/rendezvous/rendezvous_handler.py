@@ -21,7 +21,14 @@ from torch.distributed.elastic.rendezvous.api import (
 from adaptor import output
 from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store
 from adaptor.launchers.rendezvous.rendezvous_store import FixedNodes, NextStore
-from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, NotTakenInError, wait_for
+from adaptor.launchers.rendezvous.waiting import (
+    AGAIN_S,
+    FIRST_S,
+    Interrupted,
+    NotTakenInError,
+    StoreLostError,
+    wait_for,
+)
 from adaptor.protocol.messages import Endpoint
 
 # Seconds between two checks of the agent with the store whether the others have left, which takes
@@ -271,11 +278,11 @@ class Rendezvous:
             except (RendezvousClosedError, RendezvousConnectionError) as error:
                 if not self._is_outside:
                     raise
-                lost = ", or has lost the node with the rendezvous store"
-                lost_note = "" if isinstance(error, RendezvousClosedError) else lost
-                raise NotTakenInError(
-                    f"the job at {self._where} has ended{lost_note}; it has not taken this node in"
-                ) from None
+                has_ended = f"the job at {self._where} has ended"
+                if isinstance(error, RendezvousClosedError):
+                    raise NotTakenInError(f"{has_ended}; it has not taken this node in") from None
+                lost_text = ", or has lost the node with the rendezvous store; it has not taken this node in"
+                raise StoreLostError(f"{has_ended}{lost_text}") from None
 
     @property
     def _trains_without_this_node(self) -> bool:

@@ -49,6 +49,8 @@ _LOOPBACK = "127.0.0.1"
 # The time for the new store to answer. The store was open before its address was sent, so a silent store is
 # lost with its node.
 _ANSWERS_S = 10.0
+# The time for the others to go on without node 0: they save, end their workers, and ask for spare nodes.
+MOVES_S = 60.0
 # Seconds between two checks of node 0: the store's own wait writes two warnings at each time-out.
 _LOOK_S = 0.1
 # The most nodes that are named in a line.
@@ -420,6 +422,26 @@ class MovedJob:
             output.tell(f"[ttp] {self._goes_on} {store}: this node waits there, as a spare node")
             parsed.ttp_spare = True
         go_to_store(parsed, Endpoint(host, port))
+
+    def moves(self) -> bool:
+        """Wait until the job goes on at another store, `MOVES_S` at most; return whether it does.
+
+        The store of the flags is lost.
+        """
+
+        def has_moved() -> bool:
+            deadline = time.monotonic() + MOVES_S
+            while time.monotonic() < deadline:
+                try:
+                    self.look()
+                except MovedError:
+                    return True
+                time.sleep(TRY_S)
+            return False
+
+        if self._lease is None:
+            return False
+        return wait_for(has_moved, lambda: "the node that takes the place of node 0")
 
     def look(self) -> None:
         """Look into the lease while this node waits at the store of its flags.

@@ -284,6 +284,10 @@ class NotTakenInError(RendezvousError):
     """The job for which the node waited has ended."""
 
 
+class StoreLostError(NotTakenInError):
+    """The rendezvous store was lost while the node waited to be taken in; the job may go on at another."""
+
+
 class MovedError(NotTakenInError):
     """The job has gone on at another rendezvous store while the node waited at the store of its flags."""
 

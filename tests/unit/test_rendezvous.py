@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from adaptor.checkpoint.lease import Lease, Owner, go_on_without
 from adaptor.launchers.cli import flags
-from adaptor.launchers.rendezvous import dynamic_nodes, waiting
+from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store, waiting
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from adaptor.launchers.rendezvous.rendezvous_store import MovedJob
 from adaptor.launchers.rendezvous.waiting import MovedError
@@ -193,3 +193,30 @@ def test_a_node_goes_to_the_store_of_a_moved_job_where_it_may_be_a_spare_node(
     MovedJob(parsed).find()
     assert flags.rendezvous_of(parsed) == store
     assert parsed.ttp_spare is (nodes == "2")
+
+
+def test_a_node_that_waits_to_be_taken_in_follows_a_job_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was lost before the others have gone on. Where nobody goes on, the node ends."""
+    monkeypatch.setattr(rendezvous_store, "TRY_S", 0.01)
+    monkeypatch.setattr(rendezvous_store, "MOVES_S", 0.1)
+    owner = Owner.of(os.getpid())
+    Lease(tmp_path, owner, "g").take()
+    parsed = argparse.Namespace(
+        nnodes="1:2",
+        standalone=False,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:29400",
+        rdzv_conf="",
+        ttp_spare=False,
+        training_script_args=["--save", str(tmp_path)],
+    )
+    job = MovedJob(parsed)
+    job.find()
+    assert not job.moves()
+    monkeypatch.setattr(rendezvous_store, "MOVES_S", 60.0)
+    go_on_without(tmp_path, owner, "g", ["node 1"], ["node 0"], has_lease=True, store="127.0.0.1:29500")
+    assert job.moves()
+    job.find()
+    assert flags.rendezvous_of(parsed) == "127.0.0.1:29500"
