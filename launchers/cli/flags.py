@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 
 from adaptor import config, misspelt
 from adaptor.errors import ConfigError
+from adaptor.launchers.platforms.detect import STATIC_PORT
 from adaptor.terminal import exit_code_of
 
 # The core's settings; a setting of an optional part names its group itself.
@@ -399,7 +400,7 @@ def _no_flag(argument: str) -> ConfigError:
 
 def rendezvous_of(parsed: argparse.Namespace) -> str:
     """Return HOST:PORT of the rendezvous; torch takes --master-addr and --master-port as the default."""
-    return parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+    return parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or STATIC_PORT}"
 
 
 def may_have_spares(parsed: argparse.Namespace) -> bool:

@@ -47,7 +47,7 @@ AUTO = "auto"
 # Set in a worker: a ttprun that a worker starts is a separate job in the same environment.
 _IN_A_WORKER = "TORCHELASTIC_RUN_ID"
 # torch's own defaults.
-_STATIC_PORT = 29500
+STATIC_PORT = 29500
 _C10D_PORT = 29400
 _ADDRESSES = ("master_addr", "rdzv_endpoint")
 
@@ -238,7 +238,7 @@ def _meeting(
         parsed.master_addr = address.value
         if port is not None and "master_port" not in flags_given:
             parsed.master_port = port.value
-        endpoint_text = f"{address.value} port {parsed.master_port or _STATIC_PORT}"
+        endpoint_text = f"{address.value} port {parsed.master_port or STATIC_PORT}"
     else:
         number = port.value if port is not None else _C10D_PORT
         host = f"[{address.value}]" if ":" in address.value else address.value

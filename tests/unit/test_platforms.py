@@ -227,6 +227,7 @@ def test_a_spare_node_has_no_number() -> None:
     assert filled is not None
     assert ": 2 nodes (--nnodes), this is a spare node, " in filled.line
     assert parsed.node_rank == 0
+    assert flags.rendezvous_of(parsed) == "n09:29500"
 
 
 KUBEFLOW = {
