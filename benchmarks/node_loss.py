@@ -144,7 +144,8 @@ def main() -> None:
 
     rows: list[list[Any]] = []
     for name, times in found.items():
-        there, target = spread(times), WAYS[name].target_s
+        # A silent node is missed after 2 to 3 s, and the fault does not wait for warm processes.
+        there, target = spread(times), None if given.cut else WAYS[name].target_s
         reached = "–" if target is None else "reached" if there["median"] <= target else "MISSED"
         cell = f"{there['median']:.2f} ({there['min']:.2f} to {there['max']:.2f})"
         rows.append([name, cell, len(times), "–" if target is None else f"≤ {target:g}: {reached}"])
