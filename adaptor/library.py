@@ -55,8 +55,12 @@ class Protection:
                 restored.
 
         Raises:
-            StepError: only some of the optimizers made their update; or `run_steps` is called a second time.
+            StepError: only some of the optimizers made their update; `run_steps` is called a second time; or
+                `one_step` is no function.
         """
+
+        if not callable(one_step):
+            raise StepError(f"one_step is {one_step!r}: it must be a function of the number of a step")
 
         def loop(last: Any) -> None:
             done = self._done if self._session is None else self._session.board.finished

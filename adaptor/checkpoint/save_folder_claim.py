@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import platform
 import re
@@ -135,8 +136,9 @@ def require_writable(save_folder: str | Path | None) -> None:
     folder = _require_folder(save_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if not context.part(Generation).is_restart:  # a restart trains on while the disk is full
+                file.write(bytes(mmap.PAGESIZE))
     except OSError as error:
         node, user = context.part(WorkerPlace).node, disk.name_user(os.geteuid())
         raise ConfigError(

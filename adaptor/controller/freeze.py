@@ -187,7 +187,9 @@ def _newest(board: BoardRecord) -> int:
 
 
 FINISHED = IncidentOutcome("nothing", -1, "the training was over")
-NEVER_BEGUN = IncidentOutcome("nothing", -1, "no step has finished: training had not begun on every rank")
+NEVER_BEGUN = IncidentOutcome(
+    "nothing", -1, "no step has finished since this start: training had not begun on every rank"
+)
 
 
 def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOutcome:

@@ -187,5 +187,5 @@ class Membership:
         copied = max((layout.copied for layout in self.layouts.values()), default=0)
         if copied:
             return f"copies in host memory, made at least every {copied} steps, may have an earlier step"
-        helps = helps or {"second copies of each shard on other nodes, a shorter --save-interval"}
+        helps = helps or {"second copies of each shard on other nodes, more frequent saves"}
         return f"{' and '.join(sorted(helps))}, or copies in host memory (TTP_HOST_COPY), would have helped"

@@ -9,6 +9,8 @@ new process runs the script up to the loop, and gets the state from a survivor.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -226,6 +228,18 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
     return chunks
 
 
+def _require_picklable(extra: Mapping[str, Any]) -> None:
+    """Refuse an entry that no checkpoint can have. Raises UnsupportedError."""
+    for name, value in extra.items():
+        try:
+            pickle.Pickler(io.BytesIO()).dump(value)
+        except Exception as error:
+            raise UnsupportedError(
+                f"extra[{name!r}] is {type(value).__name__}, which cannot be saved"
+                f" ({type(error).__name__}: {error}); give values that pickle can write"
+            ) from None
+
+
 def _claim(optimizer: Any) -> None:
     """Claim the job, unless claimed before its process groups were made; present groups stay unchanged."""
     if patching.claim("ttp"):
@@ -252,6 +266,7 @@ def protect(
     patching.check("ttp")
     supported_options.require_no_layout_only()
     step = whole_number(step)
+    _require_picklable(described.get("extra") or {})
     increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
     model = _require_megatron(model, optimizer)
     optimizer_instances.require_groups()

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import threads
-from adaptor.checkpoint import manifest, tracker
+from adaptor.checkpoint import manifest, resume_selection, tracker
 from adaptor.errors import CheckpointError
 from adaptor.operations import job_reader
 from adaptor.protocol import naming
@@ -72,6 +72,10 @@ def _answer(parsed: argparse.Namespace) -> int:
         raise job_reader.JobFolderError(f"{shown(str(root))}: {error.strerror or error}") from error
     if not is_there:
         raise job_reader.JobFolderError(f"{shown(str(root))}: there is no such folder; name a --save folder")
+    if naming.step_of(root.resolve().name) is not None and not steps:
+        raise job_reader.JobFolderError(
+            f"{shown(str(root))}: a checkpoint; name its --save folder, and --step"
+        )
     if parsed.step is not None:
         if parsed.step not in steps:
             raise job_reader.JobFolderError(
@@ -80,19 +84,32 @@ def _answer(parsed: argparse.Namespace) -> int:
         steps = [parsed.step]
     named = tracker.tracked_step(root)
     answers = [_verified(root, step) for step in steps]
-    missing = named is not None and parsed.step is None and named not in steps
+    wrong = "" if parsed.step is not None else _tracker_problem(root, steps, named)
     if parsed.json:
         answer_body = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
         print(msgspec.json.encode(answer_body).decode())
     else:
-        show(_table(answers, named, all_files=parsed.files))
-        if missing:
-            show([f"the tracker names step {named}, of which there is no folder"])
+        if answers:
+            show(_table(answers, named, all_files=parsed.files))
+        if wrong:
+            show([wrong])
         show([f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}"])
     states = {checkpoint_answer.state for checkpoint_answer in answers}
-    if missing or "damaged" in states:
+    if wrong or "damaged" in states:
         return FINDING
     return USAGE if "unreadable" in states else OK
+
+
+def _tracker_problem(root: Path, steps: Sequence[int], named: int | None) -> str:
+    """Return why the tracker, which names the step `named`, names no checkpoint of `steps`; "" if it does."""
+    if named is not None:
+        return "" if named in steps else f"the tracker names step {named}, of which there is no folder"
+    text = tracker.tracker_text(root)
+    if text == resume_selection.RELEASE:
+        return ""
+    if text:
+        return f"the tracker {naming.TRACKER} names no step: {shown(text)}"
+    return f"the tracker {naming.TRACKER} is missing" if steps else "no checkpoint has been saved here"
 
 
 def _verified(root: Path, step: int) -> _Checkpoint:

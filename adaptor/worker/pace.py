@@ -22,6 +22,9 @@ _T = TypeVar("_T")
 RECENT = 20
 # The first steps of a process, in which kernels are compiled and memory is found, are no measure.
 UNUSUAL = 2
+# The seconds that a phase takes, before the first of its kind has ended: all ranks wait for `go_back` after a
+# fault, so the first also has a limit (five times TTP_HANG).
+_USUAL = {"go_back": 0.001}
 
 
 class _Running(NamedTuple):
@@ -202,5 +205,6 @@ class Pace:
         if not self._running:
             self._board.turn(-1.0)
             return
-        earlier = self._phases.get(self._running[-1].name, ()) if not self._rests else ()
-        self._board.turn(max(earlier, default=0.0))
+        name = self._running[-1].name
+        earlier = self._phases.get(name, ()) if not self._rests else ()
+        self._board.turn(max(earlier, default=_USUAL.get(name, 0.0)))

@@ -250,6 +250,13 @@ def parts_of(arguments: Sequence[str]) -> tuple[list[list[str]], argparse.Namesp
     return pairs, torchs.parse_known_args(remaining_arguments)[0], remaining_arguments
 
 
+def after_script(parsed: argparse.Namespace) -> list[str]:
+    """Return the adaptor's flags among the arguments of the script, which get no meaning there."""
+    known_flags = [SPARE, *(setting.flag for setting in config.settings())]
+    names = [argument.partition("=")[0] for argument in parsed.training_script_args]
+    return [name for name in names if name in known_flags]
+
+
 def script_option(arguments: Sequence[str], name: str) -> str | None:
     """Return the last value of an option of a script, as argparse does; None without the option."""
     value_text = None
@@ -281,7 +288,9 @@ def require_sense(parsed: argparse.Namespace) -> None:
     _require("tee", parsed.tee, streams, _STREAMS)
     if not parsed.standalone:  # otherwise torch makes an id
         _require("rdzv-id", parsed.rdzv_id, _names_a_folder, _ID)
-    _, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    fewest_nodes, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if parsed.standalone and fewest_nodes > 1:
+        raise ConfigError(f"--nnodes is {parsed.nnodes}: with --standalone no other node can come")
     if (
         most_nodes > 1 and parsed.rdzv_backend == "static" and not parsed.standalone
     ):  # else nobody asks for it

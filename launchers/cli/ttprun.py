@@ -65,6 +65,8 @@ def _main(arguments: list[str]) -> int:
     arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
     parsed = flags.parse(arguments)
     settings = config.load()
+    for flag in flags.after_script(parsed) if settings.enabled else ():
+        output.tell(f"[ttp] {flag} is an argument of the script: the flags of ttprun come before the script")
     parsed.ttp_spare = is_spare
     if is_spare:
         spare_node.require(parsed, flags.given_names(arguments), settings)

@@ -51,7 +51,7 @@ LENGTH = 32
 ROWS = 1000  # of a stream
 # What the script counts, and a checkpoint has besides.
 EXTRA = {"counted": 0}
-GIVEN = ("bare-model", "bare-optimizer", "other-adam", "twice")
+GIVEN = ("bare-model", "bare-optimizer", "other-adam", "twice", "extra-function")
 
 
 class ContextAttention(DotProductAttention):
@@ -302,8 +302,9 @@ def main() -> None:
         elif args.give == "other-adam":
             (chained,) = optimizer.chained_optimizers
             chained.optimizer = torch.optim.AdamW(chained.optimizer.param_groups)
+        extra = {"read": lambda: 0} if args.give == "extra-function" else EXTRA
         for _ in range(2 if args.give == "twice" else 1):
-            protection = adaptor.protect(**given, save=args.save or "", step=step, extra=EXTRA)
+            protection = adaptor.protect(**given, save=args.save or "", step=step, extra=extra)
 
     size = parallel_state.get_data_parallel_world_size()
     stream = Stream(parallel_state.get_data_parallel_rank(), size, step) if args.stream else None

@@ -829,8 +829,9 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
         (folder / name).write_bytes(b"content")
         entries.append(FileEntry(name, 7, hashing.hash_file(folder / name) if name != "unhashed" else None))
     (folder / naming.MANIFEST).write_bytes(Manifest.now(5, entries, {}, 1).encode())
+    (save / naming.TRACKER).write_text("5")
     assert ttp.main(["verify", str(save)]) == 0
-    assert "step 5: sizes are right, 5 files" in capsys.readouterr().out
+    assert "step 5: sizes are right (the tracker names it), 5 files" in capsys.readouterr().out
     (folder / "changed").write_bytes(b"c0ntent")
     (folder / "cut").write_bytes(b"c")
     (folder / "gone").unlink()
@@ -889,6 +890,10 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         [f"{newest}/a: checksum differs from the manifest"],
     )
     assert ttp.main(["verify", str(tmp_path), "--step", "5"]) == 0
+    assert ttp.main(["verify", str(newest)]) == 2
+    for text in ("", "ten"):
+        (tmp_path / naming.TRACKER).write_text(text)
+        assert ttp.main(["verify", str(tmp_path)]) == 1
     (tmp_path / naming.TRACKER).write_text("11")
     capsys.readouterr()
     assert ttp.main(["verify", str(tmp_path)]) == 1

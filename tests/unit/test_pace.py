@@ -141,6 +141,14 @@ def test_a_new_process_that_hangs_in_an_evaluation_is_noticed(memory: BoardMemor
     assert noticed_after(memory) == PHASE_FACTOR * FLOOR_S
 
 
+def test_a_rank_that_hangs_in_its_first_go_back_is_noticed(memory: BoardMemory, clock: Clock) -> None:
+    for number in range(2):
+        _, pace = rank(memory, number)
+        step(pace, clock, 1, 1.0)
+        pace.begin_phase("go_back")
+    assert noticed_after(memory) < 1000
+
+
 def test_what_was_not_measured_is_not_passed_on(memory: BoardMemory, clock: Clock) -> None:
     """A process that has made one step knows nothing of the second one, in which more may be compiled."""
     _, twin = rank(memory, 0)

@@ -78,7 +78,7 @@ def test_a_job_ends_with_the_code_of_the_worker_that_failed(
     script = launcher.script(BY_RANK.format(rank=1, what=what, rest=WAIT))
     ended = launcher.run(*TWO, script)
     assert ended.code == code, ended.log
-    told = "nothing to save: no step has finished: training had not begun on every rank"
+    told = "nothing to save: no step has finished since this start: training had not begun on every rank"
     assert ended.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
     if "two" in what:
         assert "lines" in ended.log, "all of it is said before"

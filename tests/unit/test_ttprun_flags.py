@@ -95,6 +95,12 @@ def test_our_flags_stand_anywhere_before_the_script() -> None:
     assert [os.environ[name] for name in ("TTP_OT", "TTP_PORT", "TTP_DEVICE")] == ["20", "9001", "cpu"]
 
 
+@pytest.mark.usefixtures("clean")
+def test_our_flags_after_the_script_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    ttprun.main(["absent.py", "--lr", "1", "--ttp-hang=30"])
+    assert "[ttp] --ttp-hang is an argument of the script" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help", "--help-all"])
 def test_help_shows_the_flags_of_both(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -236,6 +242,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--nnodes", "1:2:3"], "--nnodes is '1:2:3': it must be a number of nodes"),
         (["--nnodes", "two"], "--nnodes is 'two': it must be a number of nodes"),
         (["--nnodes", "2", "--node-rank", "2"], "--node-rank is 2: it must be from 0 to 1"),
+        (["--standalone", "--nnodes", "2"], "--nnodes is 2: with --standalone no other node can come"),
         (["--max-restarts", "-1"], "--max-restarts is -1: it must be a number from 0 on"),
         (["--tee", "9"], "--tee is '9': it must be 0, 1, 2 or 3, or that for some"),
         (["-r", "all"], "--redirects is 'all': it must be 0, 1, 2 or 3, or that for some"),
