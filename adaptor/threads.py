@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -181,28 +180,6 @@ def call(work: Callable[[], T]) -> T:
         return work()
     finished.get()  # not `result`: Ctrl-C during the release of its lock would become another error
     return future.result()
-
-
-def with_parent(target: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Make a call in a process that multiprocessing has spawned, and end this process when its parent ends.
-
-    Nobody else ends the children of a killed process: the server of a manager would serve for ever, and its
-    socket and the process that tracks semaphores would stay with it.
-    """
-    import multiprocessing
-
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        start(partial(_end_after, parent.join), "ttp-parent")
-    return target(*args, **kwargs)
-
-
-def _end_after(wait_for_parent: Callable[[], object]) -> None:
-    from multiprocessing import util
-
-    wait_for_parent()
-    util._run_finalizers(0)  # type: ignore[attr-defined]  # removes the socket of a manager
-    os._exit(1)
 
 
 def _run(future: Future[T], work: Callable[[], T]) -> None:

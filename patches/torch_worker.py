@@ -8,10 +8,9 @@ functions that open a file.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
-from adaptor import context, patching, threads
+from adaptor import context, patching
 from adaptor.frameworks import state_comparison
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.environment import Generation
@@ -93,6 +92,20 @@ def what_was_checked_is_mapped(wrapped: Any, instance: Any, args: Any, kwargs: A
         instance.file_like = archive
 
 
+# Ends a spawned process when its parent ends: nobody else ends the children of a killed process. The
+# finalizers remove the socket of a manager. A text, because a spawned process may not find the adaptor.
+_ENDS_WITH_PARENT = """
+import os, threading
+from multiprocessing import parent_process, util
+
+def end():
+    parent_process().join()
+    util._run_finalizers(0)
+    os._exit(1)
+
+threading.Thread(target=end, name="ttp-parent", daemon=True).start()
+target(*args, **kwargs)
+"""
 processes = patching.Unit("processes", framework="torch", tested=">=2.4,<3", group="worker")
 
 
@@ -105,7 +118,8 @@ processes = patching.Unit("processes", framework="torch", tested=">=2.4,<3", gro
 def spawned_processes_end_with_the_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     process = args[0] if args else kwargs["process_obj"]
     if process._target is not None:  # otherwise of a class with a `run` of its own
-        process._target = partial(threads.with_parent, process._target)
+        call = {"target": process._target, "args": process._args, "kwargs": process._kwargs}
+        process._target, process._args, process._kwargs = exec, (_ENDS_WITH_PARENT, call), {}
     return wrapped(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from adaptor.protocol.messages import Layout, Share
 AUTO = "a second copy of each shard (TTP_REPLICA=auto)"
 EXPERTS = "a smaller --expert-model-parallel-size, with which other ranks have the same experts"
 LARGER = "a larger data-parallel size"
-NODES = "second copies of each shard on other nodes, a shorter --save-interval"
+NODES = "second copies of each shard on other nodes, more frequent saves"
 
 
 def _own(index: int, count: int, group: str = "g") -> Share:
