@@ -6,6 +6,7 @@ ModelLink 1.2 are patches on Megatron-LM, by MindSpeed's classes (`mindspeed.py`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
 
     # It counts its floating-point operations from 0, also where it goes on from a checkpoint.
     _, protected = megatron_lm.describe_call(args, kwargs, operations=0)
-    megatron_lm.begin_training(protected)
+    megatron_lm.begin_training(replace(protected, may_copy=False))
     trained = wrapped(*args, **kwargs)
     runtime.get().session.end_training()
     return trained
