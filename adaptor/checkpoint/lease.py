@@ -1,7 +1,7 @@
 """The lease of a save folder: one job at a time saves in a folder.
 
 A file in the folder names the `ttprun` of the job (`Owner`). The file is touched every few seconds while the
-process lives, and removed at its end. A second job is refused. The lease of a dead owner gives way: on the
+process lives, and removed at its end, unless nodes were lost. A second job is refused. The lease of a dead owner gives way: on the
 same machine the kernel tells whether the process lives; from another machine the lease is watched, and is
 stale when it does not change. So no clocks of two machines are compared.
 
@@ -354,12 +354,19 @@ class Lease:
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def release(self) -> None:
-        """Free the lease for another job; a disk that hangs delays the call by some `RELEASE_S` at most."""
+    def release(self, *, stays: bool = False) -> None:
+        """Free the lease for another job; a disk that hangs delays the call by some `RELEASE_S` at most.
+
+        Args:
+            stays: the file stays, as that of a process that is gone: the other side of a cut network may take
+                it and go on.
+        """
         self._released.set()
         for thread in (self._thread, self._marker):
             if thread.is_alive():
                 thread.join(RELEASE_S)
+        if stays:
+            return
         remover = threading.Thread(target=self._remove, name="ttp-lease-end", daemon=True)
         remover.start()
         remover.join(RELEASE_S)

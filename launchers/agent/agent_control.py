@@ -180,7 +180,8 @@ class AgentControl:
         """Close the parts that outlive a generation, after the end of the thread."""
         self._folder_tasks.close()
         self._descriptors.release()
-        self.lease.release()
+        # Lost nodes may live behind a cut network, and go on by the lease.
+        self.lease.release(stays=self.verdict is not None and bool(self.verdict.lost))
         self.records.close()
         hooks.each(self.hooks, lambda hook: hook.close())
 

@@ -210,11 +210,15 @@ class JobLease:
         if self._lease is not None:
             self._lease.leave()
 
-    def release(self) -> None:
-        """Release the lease, also a lease that rank 0 took before training began."""
+    def release(self, *, stays: bool = False) -> None:
+        """Release the lease, also a lease that rank 0 took before training began.
+
+        Args:
+            stays: as in `Lease.release`.
+        """
         if self._lease is None:
             with contextlib.suppress(OSError):
                 self._lease = Lease(Path(self._note.read_text()), self._owner)
         if self._lease is not None:
-            self._lease.release()
+            self._lease.release(stays=stays)
             self._lease = None
