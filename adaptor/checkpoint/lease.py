@@ -1,9 +1,9 @@
 """The lease of a save folder: one job at a time saves in a folder.
 
 A file in the folder names the `ttprun` of the job (`Owner`). The file is touched every few seconds while the
-process lives, and removed at its end, unless nodes were lost. A second job is refused. The lease of a dead owner gives way: on the
-same machine the kernel tells whether the process lives; from another machine the lease is watched, and is
-stale when it does not change. So no clocks of two machines are compared.
+process lives, and removed at its end, unless nodes were lost. A second job is refused. The lease of a dead
+owner gives way: on the same machine the kernel tells whether the process lives; from another machine the
+lease is watched, and is stale when it does not change. So no clocks of two machines are compared.
 
 The lease keeps apart two jobs that were started by mistake. The lease is no lock: if it cannot be written, a
 line says so and the job goes on; and both sides of a cut network are one job.
