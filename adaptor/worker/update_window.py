@@ -344,8 +344,9 @@ def require_next(step: int, last: int, finished: int) -> None:
     if last < 0:
         if step != finished + 1:
             raise StepError(
-                f"step {step} was begun, expected step {finished + 1}: the first step has the number after "
-                f"step={finished} of adaptor.protect: the step of the checkpoint that was loaded, or 0"
+                f"step {step} was begun, expected step {finished + 1}: "
+                f"adaptor.protect was told step={finished}, the step of the checkpoint that was loaded, or 0;"
+                " begin with the step after it"
             )
     elif step != last + 1 and not (step == last and finished < step):
         raise StepError(

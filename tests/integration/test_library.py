@@ -296,7 +296,7 @@ def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
     save = tmp_path / "save"
     ended = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2)
     assert ended.code == 2, ended.log[-3000:]
-    expected = "ttprun: error: step 0 was begun, expected step 1: "
+    expected = "ttprun: error: step 0 was begun, expected step 1: adaptor.protect was told step=0"
     assert ended.last_line.startswith(expected)
     assert "Traceback" not in ended.log
     assert not outcome.steps_in(save)
