@@ -266,8 +266,9 @@ def _set_to_step(trainer: Any, step: int) -> None:
 
 def _note_state(trainer: Any, state: Any) -> None:
     """Keep a copy of the trainer's state, which the main thread does not change."""
-    setattr(trainer, _STATE, copy.copy(state))
-    getattr(trainer, _STATE).log_history = list(state.log_history)
+    noted_state = copy.copy(state)
+    noted_state.log_history = list(state.log_history)
+    setattr(trainer, _STATE, noted_state)
 
 
 def _parts(trainer: Any) -> dict[str, Any]:

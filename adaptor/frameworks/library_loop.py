@@ -9,7 +9,6 @@ new process runs the script up to the loop, and gets the state from a survivor.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -232,7 +231,7 @@ def _require_picklable(extra: Mapping[str, Any]) -> None:
     """Refuse an entry that no checkpoint can have. Raises UnsupportedError."""
     for name, value in extra.items():
         try:
-            pickle.Pickler(io.BytesIO()).dump(value)
+            pickle.dumps(value)
         except Exception as error:
             raise UnsupportedError(
                 f"extra[{name!r}] is {type(value).__name__}, which cannot be saved"

@@ -451,7 +451,9 @@ class MovedJob:
         """
         store = self._lease.look() if self._lease is not None else ""
         if store and store != flags.rendezvous_of(self._parsed):
-            raise MovedError(f"{self._goes_on} {store}: this node has waited where nobody comes")
+            raise MovedError(
+                f"{self._goes_on} {store}: this node leaves the address of its flags, and goes there"
+            )
 
 
 def go_to_store(parsed: argparse.Namespace, store: Endpoint) -> None:
