@@ -412,7 +412,7 @@ def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: 
         pid = int((tmp_path / f"0-{old.pid}.child").read_text())
         old.kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
-        assert is_gone(pid)
+        await node.until(lambda: is_gone(pid), "the kernel has ended the killed child")
         await node.has_run(0)
         assert not is_gone(int((tmp_path / f"0-{node.processes[0].pid}.child").read_text()))
 
