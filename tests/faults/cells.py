@@ -1,4 +1,4 @@
-"""The cells of the whole cross product: what is trained, what is struck, and what may be saved then."""
+"""The cells of the full matrix: a layout, a fault, and the steps that may be saved after it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from tests.faults.fault import Fault
 from tests.faults.harness import DP2, DP3, Layout
 from tests.faults.layouts import ALONE, LAYOUTS, VARIED, replicas
 
-# A fault before any rank can be at the door of its step, and one after.
+# Phases before any rank can be at the door of its step, and phases after that.
 MOMENTS = {
     "early": ("data", "forward", "backward", "reduction"),
     "late": ("norm", "door-before", "door-after", "copy", "update", "gather", "between"),
 }
-# Some ranks may be at the door, others not yet.
+# Phases in which some ranks may be at the door, others not yet.
 _UNDECIDED = ("norm", "door-before")
-# An exception keeps the state readable, unless it is inside the update and there is no copy.
+# Late phases in which a lone rank's exception can be survived: elsewhere the update may be half done.
 _READABLE = ("norm", "between")
 STEPS = (6, 7)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a job is told to save.
+    """Options with which a job saves.
 
-    arguments  of the script
-    interval   between its own saves
+    Attributes:
+        arguments: of the script.
+        interval: steps between regular saves.
     """
 
     arguments: tuple[str, ...] = ()
@@ -44,11 +45,12 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination, and the moment of its fault.
+    """One combination of the matrix, with the moment of its fault.
 
-    family  the name of its layout, without precision, replica and format
-    layout  with these: names the run of the unmodified framework that belongs to it
-    copies  whether there are local copies, in place of the barrier
+    Attributes:
+        family: the name of the layout, without precision, replica and format.
+        layout: the layout with precision, replica and format; its name is that of the baseline.
+        copies: whether local copies replace the barrier.
     """
 
     family: str
@@ -65,13 +67,15 @@ class Cell:
 
     @property
     def alone(self) -> bool:
-        """Whether the death of a process would lose what no other has."""
+        """Whether some rank holds state without a second copy, so that only exceptions can be survived."""
         return self.family in ALONE
 
     def phases(self) -> tuple[str, ...]:
-        """Those of its moment that its processes reach, and that can be survived."""
+        """Return the phases of the cell's moment that its processes reach, and in which a fault can be
+        survived.
+        """
         overlapped = "--overlap-param-gather" in self.layout.extra
-        # Overlapped, parameters are gathered in the next step; whole, they never are.
+        # With overlap, parameters are gathered in the next step; without a distributed optimizer, never.
         gathers = self.layout.distributed_optimizer and not overlapped
         return tuple(
             phase
@@ -82,11 +86,11 @@ class Cell:
         )
 
     def fault(self, seed: int, skipped: Collection[int]) -> tuple[Fault, set[int]]:
-        """What strikes, and the steps that may be saved then.
+        """Return the fault, and the steps that may be saved after it.
 
         Args:
-            seed: of the choice of step, rank and phase.
-            skipped: steps that the unmodified framework skips: some phases do not come there.
+            seed: for the choice of step, rank and phase.
+            skipped: steps that the unmodified framework skips: these do not reach every phase.
         """
         source = random.Random(f"{seed} {self.name}")
         step = source.choice([step for step in STEPS if step not in skipped])
@@ -99,33 +103,33 @@ class Cell:
 
 
 def cells(faults: int) -> list[Cell]:
-    """All of them, in turns: each turn has one of every layout, until it has no more.
+    """Return all cells, in turns: each turn has one cell of every layout that has cells left.
 
     Args:
-        faults: 1 for one fault in each combination, early or late in turn; 2 for both.
+        faults: 1 for one fault in each combination, alternately early and late; 2 for both.
     """
     queues = [_of(layout, number, faults) for number, layout in enumerate(LAYOUTS)]
     return [cell for turn in itertools.zip_longest(*queues) for cell in turn if cell is not None]
 
 
 def _of(layout: Layout, number: int, faults: int) -> list[Cell]:
-    """Those of a layout, shuffled, so that the first turns have some of all."""
+    """Return the cells of a layout, shuffled, so that the first turns have some of all."""
     moments = list(MOMENTS)
-    found = []
-    for turn, (precision, (replica, cut), copies, kind) in enumerate(_combinations(layout)):
+    cells_of_layout = []
+    for turn, (precision, (replica, cut), copies, format) in enumerate(_combinations(layout)):
         for moment in (moments + moments)[(turn + number) % 2 :][:faults]:
-            own = _saving(_in(cut, layout, precision), kind)
-            found.append(Cell(layout.name, own, replica, copies, kind, moment))
-    random.Random(layout.name).shuffle(found)
-    return found
+            saving_layout = _saving(_in(cut, layout, precision), format)
+            cells_of_layout.append(Cell(layout.name, saving_layout, replica, copies, format, moment))
+    random.Random(layout.name).shuffle(cells_of_layout)
+    return cells_of_layout
 
 
 def _combinations(layout: Layout) -> Iterator[tuple[str, tuple[str, Layout], bool, str]]:
-    """Precision, replica, local copies and format."""
+    """Yield precision, replica, local copies and format."""
     yield from itertools.product(("bf16",), replicas(layout), (False, True), ("torch",))
     if layout in VARIED:
-        experts_apart = "--expert-model-parallel-size" in layout.extra
-        precisions = ("fp32",) if experts_apart else ("fp16", "fp32")  # the framework's rule
+        has_expert_parallelism = "--expert-model-parallel-size" in layout.extra
+        precisions = ("fp32",) if has_expert_parallelism else ("fp16", "fp32")  # the framework's rule
         yield from itertools.product(precisions, replicas(layout), (False, True), ("torch",))
         yield from itertools.product(("bf16",), replicas(layout), (False,), ("torch_dist",))
     if layout in (DP2, DP3):
@@ -133,15 +137,15 @@ def _combinations(layout: Layout) -> Iterator[tuple[str, tuple[str, Layout], boo
 
 
 def _in(cut: Layout, layout: Layout, precision: str) -> Layout:
-    """A layout that asks for a replica, in another precision than its own."""
+    """Return `cut`, a layout with a replica, in another precision."""
     if precision == cut.precision:
         return cut
     return replace(cut, name=cut.name.replace(layout.name, f"{layout.name}-{precision}"), precision=precision)
 
 
-def _saving(layout: Layout, kind: str) -> Layout:
-    """A layout that saves in another format."""
-    if kind == "torch":
+def _saving(layout: Layout, format: str) -> Layout:
+    """Return a layout that saves in another format."""
+    if format == "torch":
         return layout
-    name = f"{layout.name}-{kind.replace(', ', '-').replace('_', '-')}"
-    return replace(layout, name=name, extra=(*layout.extra, *FORMATS[kind].arguments))
+    name = f"{layout.name}-{format.replace(', ', '-').replace('_', '-')}"
+    return replace(layout, name=name, extra=(*layout.extra, *FORMATS[format].arguments))

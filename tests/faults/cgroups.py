@@ -1,4 +1,4 @@
-"""Control groups in which a process has too little memory, or a slow disk."""
+"""Control groups that limit memory, the rate of writes, or the number of processes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from pathlib import Path
 
 from tests import waiting
 
-# For the faults `oom` and `disk`: the folder of the group that a process is to move to.
+# For the faults `oom` and `slow-disk`: the folder of the group that a process joins.
 MEMORY = "TTP_TEST_MEMORY_GROUP"
 SLOW = "TTP_TEST_SLOW_GROUP"
 _ROOT = Path("/sys/fs/cgroup")
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
 _LIMIT = 64 << 20
-# Far more than the limit: a group that does not stop it is a failure of the test.
+# Bytes to allocate, far more than the limit: a group that does not stop the process fails the test.
 _HOARD = 16 * _LIMIT
 
 
 @contextmanager
 def too_little_memory(limit: int = _LIMIT) -> Iterator[Path]:
-    """A group whose processes the kernel kills as soon as they need `limit` bytes more.
+    """Make a group whose processes are killed when they use more than `limit` bytes.
 
-    Raises OSError where this user, on this machine, may not make one.
+    Raises:
+        OSError: this user may not make such a group on this machine.
     """
     limits = (
         {"memory.max": limit, "memory.swap.max": 0}
@@ -38,13 +39,17 @@ def too_little_memory(limit: int = _LIMIT) -> Iterator[Path]:
 
 @contextmanager
 def slow_writes(device: Path, rate: int) -> Iterator[Path]:
-    """A group whose processes write `rate` bytes a second to a block device; raises like the other."""
+    """Make a group whose processes write at most `rate` bytes a second to a block device.
+
+    Raises:
+        OSError: this user may not make such a group on this machine.
+    """
     number = device.stat().st_rdev
-    where = f"{os.major(number)}:{os.minor(number)}"
+    numbers = f"{os.major(number)}:{os.minor(number)}"
     limits = (
-        {"io.max": f"{where} wbps={rate}"}
+        {"io.max": f"{numbers} wbps={rate}"}
         if _UNIFIED
-        else {"blkio.throttle.write_bps_device": f"{where} {rate}"}
+        else {"blkio.throttle.write_bps_device": f"{numbers} {rate}"}
     )
     with _group("io" if _UNIFIED else "blkio", limits) as group:
         yield group
@@ -52,9 +57,12 @@ def slow_writes(device: Path, rate: int) -> Iterator[Path]:
 
 @contextmanager
 def no_more_threads(process: int) -> Iterator[Path]:
-    """A group with `process`, and what it starts from now on, in which nothing more can be started.
+    """Make a group of `process` and its future children in which no further process or thread can start.
 
-    Raises like the others. In the end the process is back where it was.
+    At the end the processes return to their previous group.
+
+    Raises:
+        OSError: this user may not make such a group on this machine.
     """
     with _group("pids", {}) as group:
         hierarchy = "0" if _UNIFIED else "pids"
@@ -70,12 +78,12 @@ def no_more_threads(process: int) -> Iterator[Path]:
             yield group
         finally:
             root = _ROOT if _UNIFIED else _ROOT / "pids"
-            for each in (group / "cgroup.procs").read_text().split():
-                join(root / home.lstrip("/"), int(each))
+            for member in (group / "cgroup.procs").read_text().split():
+                join(root / home.lstrip("/"), int(member))
 
 
 def killed_in(group: Path) -> int:
-    """How many processes the kernel has killed there for want of memory."""
+    """Return how many processes of a group the kernel has killed for want of memory."""
     events = group / ("memory.events" if _UNIFIED else "memory.oom_control")
     (count,) = [line.split()[1] for line in events.read_text().splitlines() if line.startswith("oom_kill ")]
     return int(count)
@@ -86,7 +94,7 @@ def join(group: Path, process: int) -> None:
 
 
 def eat(group: Path) -> None:
-    """From inside: use up the memory of `group`."""
+    """Join `group` with this process, and use up the group's memory."""
     join(group, os.getpid())
     hoard = [b"\1" * (1 << 20) for _ in range(_HOARD >> 20)]
     raise MemoryError(f"{len(hoard)} MiB fitted into {group}")
@@ -105,7 +113,7 @@ def _group(controller: str, limits: dict[str, object]) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Of a process that has just ended the kernel may not have let go yet."""
+    """Remove a group; the kernel may hold a process that has just ended for a moment."""
 
     def removed() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Small disks on this machine that fill up, fail, slow down or may not be written any more."""
+"""Small disks that fill up, fail, slow down or become read-only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# For the faults `disk` and `disk-mended`: what is to become of it, and its folder.
+# For the faults `disk` and `disk-mended`: the failure and the disk's folder.
 VARIABLE = "TTP_TEST_DISK"
 _MIB = 1 << 20
 _INODES = 200  # of a disk in memory
@@ -20,10 +20,12 @@ _FILLING = "filling-"
 
 @dataclass(frozen=True)
 class Disk:
-    """Mounted at `place`.
+    """A mounted disk.
 
-    device  the block device, where it has one
-    below   the folder of the file behind the device: it holds less than the disk seems to
+    Attributes:
+        place: the mount point.
+        device: the block device, if there is one.
+        below: the folder of the file behind the device; it has less room than the device claims.
     """
 
     place: Path
@@ -31,35 +33,36 @@ class Disk:
     below: Path | None = None
 
     def will(self, what: str) -> Mapping[str, str]:
-        """Return the environment of a job in which the fault `disk` makes it `fail`, `read-only` or `full`.
+        """Return the environment of a job in which the fault `disk` breaks this disk.
 
-        Another value of `what` is `inodes`: the disk has none left.
+        Args:
+            what: `fail`, `read-only`, `full`, or `inodes` (no inodes are left).
         """
         return {VARIABLE: f"{what} {self.below if what == 'fail' else self.place}"}
 
 
 @contextmanager
-def memory(place: Path, size: int, *how: str) -> Iterator[Disk]:
-    """A disk of `size` bytes; raises OSError where this user may not mount one. `how`: flags of umount."""
+def memory(place: Path, size: int, *unmount_flags: str) -> Iterator[Disk]:
+    """Mount a disk of `size` bytes in memory. Raises OSError if this user may not mount one."""
     place.mkdir()
     _run("mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={_INODES}", "tmpfs", str(place))
     try:
         yield Disk(place)
     finally:
-        _run("umount", *how, str(place))
+        _run("umount", *unmount_flags, str(place))
 
 
 @contextmanager
 def block(place: Path, room: int) -> Iterator[Disk]:
-    """A disk with a block device that seems to be larger than the `room` bytes that it has."""
+    """Mount a disk whose block device claims to be larger than the `room` bytes that it has."""
     below = place.with_name(f"{place.name}-below")
-    # A mount namespace that another test makes meanwhile has the device mounted, too. So the file behind it
-    # is closed when that namespace ends.
+    # A mount namespace that another test makes meanwhile also has the device mounted. Therefore the file
+    # behind the device is closed only when that namespace ends.
     with memory(below, room, "--lazy"):
         file = below / "file"
         with file.open("wb") as sparse:
             sparse.truncate(4 * room)
-        # Without a journal: a write that fails does not make the whole disk read-only.
+        # Without a journal, a failed write does not make the whole disk read-only.
         _run("mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=1,nodiscard", str(file))
         device = _run("losetup", "--find", "--show", str(file)).strip()
         try:
@@ -75,7 +78,7 @@ def block(place: Path, room: int) -> Iterator[Disk]:
 
 
 def worsen() -> None:
-    """From inside: what the environment says happens to the disk."""
+    """Break the disk that this process's environment names."""
     what, _, place = os.environ[VARIABLE].partition(" ")
     if what == "read-only":
         _run("mount", "-o", "remount,ro", place)
@@ -88,7 +91,7 @@ def worsen() -> None:
             for number in itertools.count():
                 (Path(place) / f"{_FILLING}{number}").touch()
         return
-    # What the disk below has no room for, the device cannot take: that is known when it is synced.
+    # The device accepts writes beyond the room below it, and fails when they are synced.
     _fill(Path(place) / "other")
 
 
@@ -100,7 +103,7 @@ def _fill(path: Path) -> None:
 
 
 def mend() -> None:
-    """From inside: the disk of the environment can be written again."""
+    """Make the disk that this process's environment names writable again."""
     what, _, place = os.environ[VARIABLE].partition(" ")
     if what == "read-only":
         _run("mount", "-o", "remount,rw", place)

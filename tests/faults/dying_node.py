@@ -1,6 +1,6 @@
-"""Runs ttprun as a node of a job that is killed when it is about to start its workers again.
+"""Runs ttprun as a node that is killed when it is about to restart its workers.
 
-The controller of the workers before has ended then, and this agent has not come to the next one.
+At that moment the previous controller has ended, and this agent has not connected to the next one.
 """
 
 from __future__ import annotations

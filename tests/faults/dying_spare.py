@@ -1,7 +1,4 @@
-"""Runs ttprun as a spare node that is killed when it has taken the first place that is given away.
-
-Its agent has not connected to the controller then.
-"""
+"""Runs ttprun as a spare node; the first to take a place is killed before it connects to the controller."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from adaptor.launchers.spares import spare_node
 
 
 def _is_first() -> bool:
-    """Return whether no other spare node of the job has taken a place before."""
+    """Return whether no other spare node of the job has taken a place."""
     try:
         (Path(os.environ["TTP_LOG_PATH"]) / "first_place").touch(exist_ok=False)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""What breaks, where and how, and the moment at which it does."""
+"""Faults of the tests: their kinds, the phases of a step at which they strike, and the code that strikes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adaptor.protocol.environment import BOARD, BOARD_RANKS, NEWCOMER, HeldCopie
 from tests import waiting
 from tests.faults import cgroups, disks, flips, namespaces
 
-# Where a fault strikes in the step that it names.
+# The phases of a step at which a fault can strike.
 PHASES = {
     "start": "before the model is built",
     "data": "when the batch is fetched",
@@ -68,7 +68,7 @@ PHASES = {
     "dump-write": "while this rank writes last words",
     "dump-written": "when this rank has written last words (on a rank that writes)",
 }
-# Of an online recovery.
+# The phases of an online recovery.
 ONLINE = {
     "imports": "before the script imports anything",
     "build": "when the model is built, before its buffers are made",
@@ -81,81 +81,82 @@ ONLINE = {
 }
 PHASES |= ONLINE
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
-# The kernel kills it for want of memory; where no group with a limit was made, by the same signal.
+# The kernel kills the process for want of memory; without a group that has a limit, SIGKILL stands in.
 KINDS += ("oom",)
-# It is killed when a spare process waits on its node.
+# SIGKILL once a spare process waits on the rank's node.
 KINDS += ("sigkill-beside-a-spare",)
-# An operator ends it by `ttp drill`, when a spare process waits on its node.
+# `ttp drill` by an operator, once a spare process waits on the rank's node.
 KINDS += ("drilled",)
-# It is killed when all other ranks have begun the next step.
+# SIGKILL once all other ranks have begun the next step.
 KINDS += ("sigkill-behind-all",)
-# What is done to the agent of the rank.
+# Signals to the rank's agent.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
-# What is done to the spare process that waits on the node of the rank, which itself goes on.
+# Signals to the spare process that waits on the rank's node; the rank itself goes on.
 KINDS += ("spare-sigkill", "spare-sigstop")
-# The same, once the processes of a spare node could be the workers of this one.
+# SIGKILL to the agent once the processes of a spare node could replace the workers of this node.
 KINDS += ("agent-sigkill-beside-a-spare-node",)
-# The same, once a node that was lost is back, and waits as a spare node.
+# SIGKILL to the agent once a lost node has come back and waits as a spare node.
 KINDS += ("agent-sigkill-beside-a-node-that-is-back",)
-# The same, once the agent of another node has a host copy of this rank.
+# SIGKILL to the agent once the agent of another node has a host copy of this rank.
 KINDS += ("agent-sigkill-behind-a-kept-copy",)
-# SIGTERM to the agent and to every process below it, the children of workers included.
+# SIGTERM to the agent and to all its descendants, children of workers included.
 KINDS += ("tree-sigterm",)
-# Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
+# Hangs: a deadlock, a stopped process, an interpreter lock that is never released.
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
-# Data loaders that never return, and a collective that never completes: nobody sends what it waits for.
+# Data loaders that never return, and a collective whose peer never sends.
 KINDS += ("loaders-stopped", "unanswered")
-# A collective that gloo has forgotten, as a send that was half written, and one whose wait nobody can end.
+# A collective that gloo has forgotten, as after a half-written send, and one whose wait nobody can end.
 KINDS += ("forgotten", "unending")
-# The network between the nodes is cut, without a word to anyone or with the link down, and mended where the
-# fault says when.
+# The network between the nodes is cut, silently (`cut`) or with the link down; `heals` says when it is
+# mended.
 KINDS += ("cut", "unplugged")
-# Something happens to the disk, and at the same moment the process is killed.
+# The disk fails or becomes slow, and the process is killed at the same moment.
 KINDS += ("disk", "slow-disk")
-# No fault: the disk of `disk` can be written again.
+# No fault: the disk of `disk` becomes writable again.
 KINDS += ("disk-mended",)
-# A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
+# A device computes nonsense: this rank's optimizer state is no longer finite, then the rank raises.
 KINDS += ("nan",)
-# A bit of this rank's memory flips, drawn by `code` (`tests/faults/flips.py`).
+# A bit of this rank's memory flips, drawn by the seed `code` (`tests/faults/flips.py`).
 KINDS += flips.KINDS
-# No fault: a rank that waits for an incident; something that takes long; a cut that is mended before anyone
-# is missed; links that are slow; an agent that is stopped for a while; a wall clock that jumps by a day.
+# No faults: wait for an incident; a long pause; a cut that is mended before a node counts as lost; slow
+# links; an agent that is stopped for a while; a wall clock that jumps by a day.
 KINDS += ("until-told", "pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
-# The file beside the stamps with the output of `ttp drill`.
+# The file with the output of `ttp drill`, in the folder of the stamps.
 DRILLED = "drilled.txt"
 PAUSE_S = 8.0
-# Less than a silence that counts as the loss of a node: the kernel sends again after 0.2 s and 0.6 s, and who
-# mends it takes some time, too.
+# Shorter than the silence that counts as the loss of a node: the kernel sends again after 0.2 s and 0.6 s,
+# and the mending process takes time as well.
 SHORT_CUT_S = 0.3
-# More than that; but the kernel of a node whose agent stands still goes on answering.
+# Longer than that silence; but the kernel of a node whose agent is stopped goes on answering.
 AGENT_PAUSE_S = 7.0
-
-
-# How many spare nodes the job has: no fault strikes before all of them wait at node 0.
+# The number of spare nodes of the job: no fault strikes before all of them wait at node 0.
 SPARES = "TTP_TEST_SPARE_NODES"
-# A fault waits so long for what is to be there when it strikes, processes that are still to start included.
+# How long a fault waits for its precondition; processes may still have to start.
 _LONG_S = 3 * waiting.LONG_S
 
-# In the place of a generation, once in the job: of a process that takes the place of a rank in an online
-# recovery; of any process of the rank.
+# Special values of `Fault.restart`, for faults that strike once in the job: in a process that replaces a rank
+# in an online recovery, or in any process of the rank.
 NEWCOMERS, ONCE = -1, -2
-# In the place of milliseconds: once each side of a cut has given its verdict, and written the report of it.
+# Special value of `Fault.heals`: when each side of a cut has written the report of its verdict.
 AFTER_THE_VERDICTS = -1
 
 
 class InjectedError(Exception):
-    """What the kind `exception` raises."""
+    """The exception of the fault kind `exception`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One SPEC; without a step it strikes when its phase is reached for the first time.
+    """A fault to inject; without `step` it strikes when its phase is first reached.
 
-    restart  the generation of the workers; or NEWCOMERS, or ONCE
-    heals    milliseconds after which a network that is cut is mended; or AFTER_THE_VERDICTS; None: never
-    until    not after this step
-    since    not before this step; a newcomer counts as in the step of the newest fault
-    after    a rank of this machine that is stopped (SIGSTOP) before this strikes
+    Attributes:
+        code: exit code of `os._exit` and `sys.exit`, or seed of a bit flip.
+        also: another rank of this machine that is killed at the same moment.
+        restart: the generation of the workers, NEWCOMERS or ONCE.
+        heals: milliseconds until a cut network is mended, or AFTER_THE_VERDICTS; None: never.
+        since: the first step in which it may strike; a newcomer counts as in the step of the newest fault.
+        until: the last step in which it may strike.
+        after: a rank of this machine that must be stopped (SIGSTOP) before the fault strikes.
     """
 
     rank: int
@@ -176,9 +177,9 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        words = dict(part.split("=", 1) for part in text.split(","))
-        numbers = {name: int(value) for name, value in words.items() if name not in ("phase", "kind")}
-        return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
+        fields = dict(part.split("=", 1) for part in text.split(","))
+        numbers = {name: int(value) for name, value in fields.items() if name not in ("phase", "kind")}
+        return cls(phase=fields["phase"], kind=fields["kind"], **numbers)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         fields = (
@@ -198,7 +199,7 @@ class Fault:
 
 
 class Injector:
-    """The faults of a job, and of those the ones of this process once it has its rank (`begin`)."""
+    """The faults of a job; `begin` selects those of this process, once the process has its rank."""
 
     def __init__(self, faults: Sequence[Fault], stamp: Path | None) -> None:
         self._planned = tuple(faults)
@@ -210,22 +211,22 @@ class Injector:
         self.evaluating = False
 
     def begin(self) -> None:
-        """From now on those of this process strike: it has a rank, which a spare has not."""
+        """Select the faults of this process; a spare process has no rank before this call."""
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         struck: list[dict[str, Any]] = [json.loads(line) for line in self._struck()]
-        if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
+        if NEWCOMER in os.environ:  # a fault has struck the process that this one replaces
             restart = NEWCOMERS
             self.step = max((line["step"] for line in struck), default=0)
-        mine = [fault for fault in self._planned if fault.rank == self._rank]
-        self._faults = [fault for fault in mine if fault.restart in (restart, ONCE)]
-        for line in struck:  # by another process of this rank
-            over = next((one for one in self._faults if str(one) == line["fault"]), None)
-            if over is not None and over.restart in (NEWCOMERS, ONCE):
-                self._faults.remove(over)
+        of_this_rank = [fault for fault in self._planned if fault.rank == self._rank]
+        self._faults = [fault for fault in of_this_rank if fault.restart in (restart, ONCE)]
+        for line in struck:  # faults that have struck another process of this rank
+            finished = next((fault for fault in self._faults if str(fault) == line["fault"]), None)
+            if finished is not None and finished.restart in (NEWCOMERS, ONCE):
+                self._faults.remove(finished)
 
     def expects(self, phase: str) -> bool:
-        """Return whether a fault of any rank strikes there: all processes are hooked alike."""
+        """Return whether a fault of any rank strikes in this phase: all processes are hooked alike."""
         return any(fault.phase == phase for fault in self._planned)
 
     @property
@@ -234,7 +235,7 @@ class Injector:
         return any(fault.kind in flips.KINDS for fault in self._planned)
 
     def reach(self, phase: str) -> None:
-        """Strike if a fault is due."""
+        """Strike if a fault is due in this phase of the current step."""
         for fault in self._faults:
             if (
                 fault.phase == phase
@@ -245,31 +246,31 @@ class Injector:
                 self._strike(fault)
 
     def _struck(self) -> list[str]:
-        """The lines of the faults of this job that have struck."""
+        """Return the stamps of the faults of this job that have struck."""
         if self._stamp is None or not self._stamp.exists():
             return []
         return self._stamp.read_text().splitlines()
 
     def _strike(self, fault: Fault) -> None:
-        _until_all_spare_nodes_wait()  # before it takes the time
+        # All waits come before the time of the stamp.
+        _until_all_spare_nodes_wait()
         if fault.after is not None:
             _until_it_is_stopped(fault.after)
         if fault.kind == "agent-sigkill-beside-a-spare-node":
-            _until_a_spare_node_is_ready()  # before it takes the time
+            _until_a_spare_node_is_ready()
         if fault.kind == "agent-sigkill-beside-a-node-that-is-back":
             _until_a_node_is_back(struck=sum(f"kind={fault.kind}" in line for line in self._struck()))
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
         spare = 0
         if fault.kind.startswith("spare-"):
-            spares = _waiting_spares()  # without a wait, which would keep the rank from answering
+            spares = _waiting_spares()  # without waiting: the rank must go on answering
             if not spares:
                 return
             spare = spares[0]
         if self._stamp is not None:
-            spare = (
-                _waiting_spare() if fault.kind in ("sigkill-beside-a-spare", "drilled") else spare
-            )  # before it takes the time
+            if fault.kind in ("sigkill-beside-a-spare", "drilled"):
+                spare = _waiting_spare()
             line = {
                 "time": time.time(),
                 "rank": self._rank,
@@ -313,7 +314,7 @@ class Injector:
                 ctypes.string_at(0)
             case kind if kind.startswith("agent-sigkill"):
                 os.kill(os.getppid(), signal.SIGKILL)
-                # The workers learn of it when the kernel has freed its memory; no step may finish until then.
+                # Workers notice this when the kernel has freed the agent's memory; no step may finish first.
                 threading.Event().wait()
             case "agent-sigterm":
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -325,13 +326,13 @@ class Injector:
                 agent, workers, *below = _levels(os.getppid())
                 _terminate((*agent, *workers))
                 _until_it_is_known()
-                # Not before: a data loader that is ended while nobody knows why is a failure of its rank. Its
-                # own come last, for that raises here.
+                # Data loaders end only now: a loader that ends before the shutdown is known counts as a
+                # failure of its rank. This rank's own end last, for their end raises an error here.
                 own = _tree(os.getpid())
-                _terminate(sorted((one for level in below for one in level), key=own.__contains__))
+                _terminate(sorted((process for level in below for process in level), key=own.__contains__))
             case "agent-sigint-twice":
                 os.kill(os.getppid(), signal.SIGINT)
-                _until_it_is_known()  # two at once are one to the kernel
+                _until_it_is_known()  # the kernel would merge two pending signals
                 os.kill(os.getppid(), signal.SIGINT)
             case "agent-pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
@@ -399,7 +400,7 @@ class Injector:
 
 
 def _until_it_is_known() -> None:
-    """That the job is to end: where the agent is slow, the training might come to its own end before."""
+    """Wait until this process knows that the job ends: with a slow agent, training could finish first."""
     from adaptor.worker import runtime
 
     session = runtime.get().session
@@ -437,38 +438,38 @@ def _until_all_others_are_in(step: int) -> None:
 
 
 def _waiting_spare() -> int:
-    """Return its pid once it has imported everything."""
+    """Return the pid of a spare, once one has imported everything."""
     # A look reads /proc of every process.
     waiting.until(lambda: bool(_waiting_spares()), "a spare waits", pause_s=0.05, within_s=_LONG_S)
     return _waiting_spares()[0]
 
 
 def _waiting_spares() -> list[int]:
-    """Return the pids of the spares that have imported everything: then their names say what they are."""
-    found = []
+    """Return the pids of the spares that have imported everything, which they show in their process names."""
+    pids = []
     for process in _tree(os.getppid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{process}/comm").read_text() == "ttp-spare\n":
-                found.append(process)
-    return found
+                pids.append(process)
+    return pids
 
 
 def _until_all_spare_nodes_wait() -> None:
-    """As node 0 says it: agents start at the same time, and nothing but that lets one wait in time."""
+    """Wait until node 0's log says that all spare nodes wait: all agents start at the same time."""
     count = int(os.environ.get(SPARES, "0"))
     if count:
         out = Path(os.environ["TTP_LOG_PATH"]).parent
-        said = re.compile(r"\[ttp\] the spare node .* waits; ")
+        notice = re.compile(r"\[ttp\] the spare node .* waits; ")
         waiting.written(
             out,
-            lambda: len(said.findall((out / "agent0.log").read_text(errors="replace"))) >= count,
+            lambda: len(notice.findall((out / "agent0.log").read_text(errors="replace"))) >= count,
             f"{count} spare nodes wait",
             within_s=_LONG_S,
         )
 
 
 def _until_a_node_is_back(struck: int) -> None:
-    """As it says itself in the log of its second start: one more than the faults that `struck` before."""
+    """Wait until a node that came back waits as a spare: one more than the faults that `struck` before."""
     out = Path(os.environ["TTP_LOG_PATH"]).parent
 
     def waits() -> bool:
@@ -479,29 +480,29 @@ def _until_a_node_is_back(struck: int) -> None:
 
 
 def _until_a_spare_node_is_ready() -> None:
-    """Wait for as many processes as this node has workers, which another agent of this job has started."""
+    """Wait until another agent of this job has started as many spare processes as this node has workers."""
     from tests.faults.warm import MARK
 
-    needed = int(os.environ["LOCAL_WORLD_SIZE"])
+    required = int(os.environ["LOCAL_WORLD_SIZE"])
     of_this_job = f"{MARK}={os.environ[MARK]}".encode()
 
-    def are_there() -> bool:
-        found = 0
+    def are_ready() -> bool:
+        ready = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 is_spare = (folder / "comm").read_text() == "ttp-spare\n"
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 if is_spare and parent != os.getppid() and of_this_job in variables:
-                    found += 1
-        return found >= needed
+                    ready += 1
+        return ready >= required
 
-    # It looks at every process.
-    waiting.until(are_there, "a spare node is ready", pause_s=0.1, within_s=_LONG_S)
+    # Each look reads /proc of every process.
+    waiting.until(are_ready, "a spare node is ready", pause_s=0.1, within_s=_LONG_S)
 
 
 def _until_a_copy_is_kept(rank: int) -> None:
-    """Wait for a whole copy of `rank` that another node has, too: training does not wait for that."""
+    """Wait until another node has a whole copy of `rank`; training does not wait for that by itself."""
     from adaptor import context
 
     paths = context.part(HeldCopies).paths[rank][:FILES]
@@ -518,7 +519,7 @@ def _until_a_copy_is_kept(rank: int) -> None:
 
 
 def hold_the_interpreter_lock() -> None:
-    """Wait in C for a mutex that this thread has, and let no other thread run Python; no signal ends it."""
+    """Hold the interpreter lock and wait in C for a mutex of this thread; no signal ends the wait."""
     mutex = ctypes.create_string_buffer(256)  # of zeros: PTHREAD_MUTEX_INITIALIZER
     lock = ctypes.PyDLL(None).pthread_mutex_lock  # a call by PyDLL keeps the interpreter's lock
     lock(mutex)
@@ -536,15 +537,15 @@ def _spoil() -> None:
 def _wait_for_nobody() -> None:
     import torch
 
-    there = (int(os.environ["RANK"]) + 1) % int(os.environ["WORLD_SIZE"])
-    torch.distributed.recv(torch.zeros(1), src=there, tag=1)
+    source = (int(os.environ["RANK"]) + 1) % int(os.environ["WORLD_SIZE"])
+    torch.distributed.recv(torch.zeros(1), src=source, tag=1)
 
 
 def _wait_for_forgotten_work(*limit: timedelta) -> None:
-    """In gloo, over connections that belong to no group of the framework: nobody shuts them down.
+    """Wait in gloo on connections that belong to no group of the framework, so that nobody shuts them down.
 
     Args:
-        limit: a time of its own, with which nobody ends the wait.
+        limit: a timeout of the wait itself, because of which nobody can end it.
     """
     import torch
     from torch.distributed import HashStore, ProcessGroupGloo
@@ -563,7 +564,7 @@ def _wait_for_forgotten_work(*limit: timedelta) -> None:
 
 
 def _move_the_clock(by: timedelta) -> None:
-    """For all that runs in this process and asks for the time of day."""
+    """Shift the time of day for all code of this process."""
     now, real = time.time, datetime
 
     class Moved(datetime):
@@ -578,7 +579,7 @@ def _move_the_clock(by: timedelta) -> None:
 
 
 def _levels(root: int) -> list[list[int]]:
-    """A process, its children, their children and so on."""
+    """Return the process ids of a process, its children, their children and so on, a list for each level."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -591,24 +592,24 @@ def _levels(root: int) -> list[list[int]]:
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all below it, the leaves first."""
+    """Return the process ids of a process and of all its descendants, leaves first."""
     return [process for level in _levels(root)[::-1] for process in level]
 
 
 def _terminate(processes: Iterable[int]) -> None:
-    """Send SIGTERM to those of them that are still there."""
+    """Send SIGTERM to those of the processes that still exist."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
 
 
 def tell_siblings() -> None:
-    """Let other workers of this agent find this one."""
+    """Put the rank into this process's name, by which other workers of the agent find it."""
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
 
 
 def _sibling(rank: int) -> int:
-    """The process id of another worker of this agent."""
+    """Return the process id of another worker of this agent."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(")")

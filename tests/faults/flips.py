@@ -1,5 +1,7 @@
-"""Flips bits in the memory of a rank that trains: a bit that stays, or many changes at the doors of a job,
-each undone once the comparison of the holders has been asked about it.
+"""Flips bits in the memory of a training rank.
+
+Either a single bit stays flipped, or many changes are made at the doors of a job, each undone once the
+comparison of the holders has judged it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Of the own shard: the fp32 main params, the moments, the gradients with which it is updated. Of a mirror:
-# its gradients. Of the model: the weights, and the gradients of this rank alone.
+# Flips in this rank's shard: fp32 main params, moments, reduced gradients; in a mirror: its gradients; in the
+# model: weights, and the gradients of this rank alone.
 KINDS = (
     "flip-main",
     "flip-moment",
@@ -24,12 +26,12 @@ KINDS = (
     "flip-local-gradient",
     "flip-activation",
 )
-# The output of the layers that the rank has just computed.
+# The output of the layers that this rank computed last.
 activations: list[Any] = []
 
 
 def flip(kind: str, seed: int) -> None:
-    """Flip a bit below the sign of a number, both drawn by `seed`."""
+    """Flip a bit below the sign bit of one number; the seed selects number and bit."""
     import torch
 
     from adaptor.worker import runtime
@@ -80,10 +82,10 @@ _TENSORS: dict[str, Callable[[Any], Iterator[Any]]] = {
 }
 
 
-# The variable with which bits change at the door of each verified step: the number of changes of a rank, the
-# seed, and the file of the results, with colons between.
+# The variable that makes bits change at the door of each verified step: `COUNT:SEED:FILE`, the number of
+# changes of each rank, the seed, and the file of the results.
 INJECTIONS = "TTP_TEST_INJECTIONS"
-# What changes, and where. "at rest": between the sums of the update and those at the door.
+# Kinds of change by place. "at rest": between the checksums of the update and those at the door.
 CHANGES = {
     "main at rest": "flip-main",
     "moment at rest": "flip-moment",
@@ -106,7 +108,7 @@ PATTERNS = ("a bit", "2 to 8 bits of a word", "a bit of 4, 8 or 16 words in a ro
 
 
 def _drawn_masks(drawn: random.Random, pattern: str, count: int, bits: int) -> dict[int, int]:
-    """The bits to invert, by word; a tensor of few words gets fewer."""
+    """Return the bits to invert, by word; a tensor of few words gets fewer."""
     first, bit = drawn.randrange(count), 1 << drawn.randrange(bits)
     match PATTERNS.index(pattern):
         case 0:
@@ -122,14 +124,14 @@ def _drawn_masks(drawn: random.Random, pattern: str, count: int, bits: int) -> d
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of bits of one tensor; made and undone by the same call."""
+    """A change of bits of one tensor; calling it again undoes it."""
 
     words: Any
     masks: dict[int, int]
 
     @classmethod
     def draw(cls, drawn: random.Random, tensors: Iterable[Any], pattern: str) -> Change | None:
-        """None where there is nothing to change."""
+        """Draw a change; None if there is no tensor to change."""
         import torch
 
         present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
@@ -150,7 +152,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class CountChange:
-    """A change of a bit of the count of updates, in a param group or in the state of a param."""
+    """A change of a bit of the update count, in a param group or in the state of a param."""
 
     counted: Any
     mask: int
@@ -175,7 +177,7 @@ class CountChange:
 
 
 class _Door:
-    """The changes of this rank at the door of one step, each with what the product then says."""
+    """The changes of this rank at the door of one step, each with the verdict of the product."""
 
     def __init__(self, check: Any, trainee: Any, drawn: random.Random) -> None:
         from adaptor.verification import state_sums, twin_check
@@ -197,7 +199,11 @@ class _Door:
         return [self._random["torch_rng_state"]] if kind == "random" else _TENSORS[kind](self._trainee)
 
     def ask(self, kind: str, pattern: str) -> tuple[str, str, str, Any] | None:
-        """The change, its pattern, the dtype, and the answer of this rank; None: nothing to change."""
+        """Make a change, let the product judge it, and undo it.
+
+        Returns:
+            The change, its pattern, the dtype, and this rank's answer; None if there is nothing to change.
+        """
         change: Change | CountChange | None
         if CHANGES[kind] == "updates":
             change, pattern, bits = CountChange.draw(self._drawn, self._trainee), PATTERNS[0], "a number"
@@ -228,7 +234,7 @@ class _Door:
         return self._reported(self._sums(self._trainee) if place == "the update" else self._check._updated)
 
     def _refuses_to_save(self) -> bool:
-        """Whether an archive with the changed weights and random states is refused."""
+        """Return whether the product refuses an archive with the changed weights and random states."""
         from adaptor.errors import CheckpointError
         from adaptor.verification.agreed_state import WEIGHT, AgreedGroup, AgreedShard, AgreedState
         from adaptor.verification.save_check import SaveCheck
@@ -246,7 +252,7 @@ class _Door:
 
 
 def at_doors(count: int, seed: str, file: Path) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return a wrapper of `TwinCheck.is_equal` with `count` changes of each rank at each door."""
+    """Return a wrapper of `TwinCheck.is_equal` that makes `count` changes on each rank at each door."""
 
     def changes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if instance._updated is not None and len(args) == 1 and not kwargs:
@@ -282,7 +288,7 @@ def _change(check: Any, trainee: Any, count: int, seed: str, file: Path) -> None
 
 
 def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], held: list[Any]) -> str:
-    """What the product says when `rank` has the changed bits: named, suspected, named wrongly, or missed."""
+    """Return the verdict if `rank` has the changed bits: named, suspected, named wrongly, or missed."""
     from adaptor.verification import agreed_state, verdict
 
     if kind.endswith("in a save"):

@@ -1,4 +1,4 @@
-"""The lines that Megatron-LM and ModelLink print for their steps, and those of a run with no fault."""
+"""Compares the lines that Megatron-LM and ModelLink log for each step with those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Collection
 from tests.faults.harness import ITERATIONS, Ended
 from tests.faults.scenario import Baseline
 
-# Another rank may write before it or behind it, before the end of the line.
+# Another rank may write in front of the line or behind it, before the end of the line.
 LINE = re.compile(r"(iteration +(\d+)/.* number of nan iterations: +\d+ \|)")
-# No two runs take the same time.
+# The times of two runs differ.
 TIME = re.compile(r" elapsed time per iteration \(ms\): [\d.]+ \|")
-# What a line lacks that is written in a recovery.
+# The auxiliary losses: a line that is written in a recovery lacks them.
 AUXILIARY = re.compile(r" (?:\w*load_balancing_loss|z_loss|mtp_\d+ loss): [\d.E+-]+ \|")
 
 
 def lines(log: str) -> dict[int, list[str]]:
-    """The framework's lines, by step, without times."""
-    found: dict[int, list[str]] = {}
+    """Return the framework's lines by step, without times."""
+    by_step: dict[int, list[str]] = {}
     for line in log.splitlines():
         if match := LINE.search(line):
-            found.setdefault(int(match[2]), []).append(TIME.sub("", match[1]))
-    return found
+            by_step.setdefault(int(match[2]), []).append(TIME.sub("", match[1]))
+    return by_step
 
 
 def assert_same(
     ended: Ended, baseline: Baseline, interval: int = 1, after: int = 0, written: Collection[int] = ()
 ) -> None:
-    """Each line is there once, and says what that of the unmodified framework says.
+    """Assert that each line is logged once, and equals that of the unmodified framework.
 
     Args:
         ended: a job of `ITERATIONS` steps.
-        baseline: the same job without faults.
-        interval: `--log-interval`, in steps.
-        after: the step behind which both have begun.
-        written: the steps whose lines were written in a recovery, in jobs that log auxiliary losses.
+        baseline: the undisturbed run.
+        interval: value of `--log-interval`, in steps.
+        after: the step that both runs resumed from.
+        written: steps whose lines were written in a recovery, in jobs that log auxiliary losses.
     """
     expected = lines((baseline.checkpoints.parent / "agent0.log").read_text())
     assert list(expected) == list(range(after + interval, ITERATIONS + 1, interval))

@@ -1,4 +1,4 @@
-"""Runs jobs that are to break, and sees to it that nothing of them is left."""
+"""Runs jobs in which faults strike, and checks that they leave no process, port or file behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 from adaptor.protocol import naming
 from tests import operator_files, waiting
-from tests.faults import leftovers, told, warm
+from tests.faults import leftovers, log_lines, warm
 from tests.faults.fault import SPARES, Fault
 from tests.faults.flips import INJECTIONS
 from tests.faults.namespaces import Namespaces
@@ -33,22 +33,23 @@ from tests.ports import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
 INJECT = ROOT / "tests/faults/inject.py"
-# Set: every launcher and every worker is an interpreter of its own, as a user starts them.
+# If this variable is set, every launcher and every worker is a new interpreter, as users start them.
 COLD = "TTP_TEST_COLD"
 SHARED = ROOT / "tests/device/gpu/shared.py"
-# A quiet machine needs 15 s; one with twenty times the load must pass as well.
+# A job takes 15 s on a quiet machine; a machine with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
-# How long nodes of c10d wait for more than the fewest, and for a sign of life of one that is lost: torch's
-# own 30 s and 15 s are for real networks.
+# Timeouts of the c10d rendezvous: for nodes beyond the minimum, and for a lost node's keep-alive. torch's own
+# 30 s and 15 s are for real networks.
 QUICK = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 @functools.cache
 def _index() -> tempfile.TemporaryDirectory[str]:
-    """Where the framework keeps the index of the mock data, half a second's work for each process.
+    """Return the folder in which the framework keeps the index of the mock data.
 
-    It is not written in one go: no two jobs that run at the same time may share it.
+    To build the index takes half a second in each process. The framework does not write it atomically, so
+    jobs that run at the same time must not share a folder.
     """
     index = tempfile.TemporaryDirectory(prefix="ttp-index-")
     atexit.register(index.cleanup)
@@ -57,10 +58,15 @@ def _index() -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is cut, and what its unmodified counterpart needs to be cut the same way.
+    """Parallelism and batch of a job; the unmodified framework computes the same bits with `reference`.
 
-    instances  whether the framework's optimizer instances are right, so that `auto` may choose `split`
-    batch      samples of a step, for micro-batches of one sample
+    Attributes:
+        name: used in the names of tests and kept baselines.
+        processes: the world size.
+        replica: value of `--ttp-replica`.
+        saves: steps at which the framework saves by itself.
+        instances: whether the framework's optimizer instances work, so that `auto` may choose `split`.
+        batch: samples of a step, in micro-batches of one sample.
     """
 
     name: str
@@ -71,7 +77,6 @@ class Layout:
     extra: tuple[str, ...] = ()
     replica: str = "auto"
     pp: int = 1
-    # Steps that the framework saves without being asked.
     saves: tuple[int, ...] = ()
     instances: bool = True
     batch: int = 8
@@ -82,25 +87,29 @@ class Layout:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What makes a difference to the framework when it loads a checkpoint, besides names and sizes."""
+        """The properties, besides names and sizes, that change how the framework loads a checkpoint."""
         options = "--optimizer", "--num-layers-per-virtual-pipeline-stage", "--num-experts", "--ckpt-format"
-        return self.distributed_optimizer, self.precision, [each for each in options if each in self.extra]
+        return (
+            self.distributed_optimizer,
+            self.precision,
+            [option for option in options if option in self.extra],
+        )
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What the script is told of it, besides what `args.tiny_gpt` takes."""
+        """Arguments of the script for this layout, besides those of `args.tiny_gpt`."""
         stages = ("--pipeline-model-parallel-size", str(self.pp)) if self.pp > 1 else ()
         return ("--global-batch-size", str(self.batch), *stages, *self.extra)
 
     @property
     def reference(self) -> tuple[str, ...]:
-        """For a run without the adaptor: the norm of the gradients is summed in the order of instances."""
+        """Arguments that make a run without the adaptor sum the gradient norm in the same order."""
         split = self.replica == "auto" and self.data_parallel_size % 2 == 0 and self.instances
         return ("--num-distributed-optimizer-instances", "2") if self.distributed_optimizer and split else ()
 
 
 DP4 = Layout("dp4", 4)
-# Two micro-batches on each rank, as in DP4; in a pipeline two for each stage, which are eight samples.
+# Two micro-batches on each rank, as in DP4. A pipeline has two for each stage, which makes eight samples.
 DP2 = Layout("dp2", 2, batch=4)
 DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False, batch=4)
 TP2_DP2 = Layout("tp2-dp2", 4, tp=2, batch=4)
@@ -118,7 +127,7 @@ VPP2_DP2 = Layout(
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
 DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP, batch=4)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
-# The first of two optimizers gathers its parameters while the other one makes its update.
+# The first of two optimizers gathers its parameters while the second one updates.
 VPP2_DP2_OVERLAP = Layout(
     "vpp2-dp2-overlap-step",
     4,
@@ -131,7 +140,7 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*EXPERTS, "--expert-model-parallel-siz
 MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="mirror")
 # No two ranks have the same experts.
 MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror", batch=4)
-# A router's bias changes outside of the optimizer; experts are cut in another way than the rest.
+# The router's bias changes outside of the optimizer; experts have another tensor-parallel size than the rest.
 MOE_TP2_EP2 = Layout(
     "moe-tp2-dp2-ep2-mirror",
     4,
@@ -146,7 +155,7 @@ MOE_TP2_EP2 = Layout(
     ),
 )
 DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"), batch=4)
-# Batches of 4, 4, 6, 6, then 8 samples; the framework saves when their size changes.
+# Batches of 4, 4, 6, 6, then 8 samples; the framework saves when the batch size changes.
 DP2_RAMPUP = Layout(
     "dp2-rampup",
     2,
@@ -159,48 +168,54 @@ DP2_RAMPUP = Layout(
 )
 DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"), batch=4)
 DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32", batch=4)
-# Its fifth step is skipped, with gradients of this size.
+# With gradients of this size, step 5 is skipped.
 DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")
 FP16_SKIPS = 5
 
 
 class Program(Protocol):
-    """Another framework's script in the place of Megatron-LM's, and what it needs in the environment."""
+    """A training script of another framework, and its environment."""
 
     environment: dict[str, str]
 
     def __call__(self, job: Job) -> list[str]:
-        """The script and its arguments."""
+        """Return the script and its arguments."""
         ...
 
 
 @dataclass
 class Job:
-    """What is to be run, in a folder of its own.
+    """A job to run, in a folder of its own.
 
-    launcher   ttprun, or torchrun for the unmodified framework
-    options    of the launcher
-    arguments  of the training script, besides those of the layout
-    own_disks  each node saves to a folder of its own, `save`/node0 and so on; what it loads from `save`, too.
-               All have the same name for it, as on machines of their own: `.`, where the agent starts
-    nodes      how many agents, all on this machine; the processes are divided among them
-    fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
-    later      how many of `nodes`, the last ones, are started when a fault has struck
-    addresses  of the nodes, as each says its own (`--local-addr`): c10d numbers nodes in their order
-    spares     how many more wait to take the place of a node that is lost, in the last namespace
-    spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
-    dies       the node that is killed when it is about to start its workers again (`dying_node.py`)
-    returns    nodes whose command is given once more, each when the job has gone on without it
-    network    the namespaces that the nodes are in; None: they share the machine's
-    script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
-    framework  the tree of Megatron-LM
-    cold       start as a user does; else launchers and workers are forks that have torch imported (`warm.py`)
-    of_a_user  in the environment of a user's job (`args.environment`), and cold
-    program    of another framework
-    publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
-    device     cpu; cuda: a GPU for each process; shared: one for all, over gloo; nccl: one for all, over NCCL
-    prefix     a command that runs the launcher, before the command of the launcher
-    breaks     rank, step and what: the device of a rank breaks (`tests/device/gpu/shared.py`)
+    Attributes:
+        out: the folder of logs, records and stamps.
+        launcher: ttprun, or torchrun for the unmodified framework.
+        faults: specifications as `Fault.parse` reads them.
+        restarts: value of `--max-restarts`.
+        own_disks: each node saves to and loads from its own folder (`save`/node0 and so on). All nodes call
+            the folder `.`, where the agent starts, as on separate machines.
+        options: arguments of the launcher.
+        arguments: arguments of the training script, besides those of the layout.
+        nodes: the number of agents, all on this machine; the processes are divided among them.
+        min_nodes: MIN of `--nnodes MIN:MAX`, where `nodes` is MAX; 0: a fixed number of nodes.
+        late_nodes: how many of the last nodes start only after a fault has struck.
+        addresses: value of `--local-addr` for each node; c10d numbers the nodes in the order of addresses.
+        spares: the number of spare nodes, all in the last namespace.
+        first_spare_dies: the first spare node that takes a place is killed at once (`dying_spare.py`).
+        dying_node: the node that is killed when it is about to restart its workers (`dying_node.py`).
+        returning_nodes: nodes whose command is started again, each after the job went on without the node.
+        network: the namespaces of the nodes; None: all nodes share the machine's.
+        script: a script to run in place of Megatron-LM's pretrain_gpt.py; it writes its own records.
+        framework: the source tree of Megatron-LM.
+        publishing: `NODE POINT KIND`: a fault while a checkpoint is published (`publishing.py`).
+        cold: start new interpreters as users do; otherwise processes are forks with torch imported
+            (`warm.py`).
+        of_a_user: use the environment of a user's job (`args.environment`); implies `cold`.
+        program: a script of another framework.
+        device: cpu; cuda: a GPU for each process; shared: one GPU for all over gloo; nccl: one GPU for all
+            over NCCL.
+        prefix: a command that runs the launcher's command.
+        device_fault: rank, step and kind of a device fault (`tests/device/gpu/shared.py`).
     """
 
     out: Path
@@ -216,13 +231,13 @@ class Job:
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
-    fewest: int = 0
-    later: int = 0
+    min_nodes: int = 0
+    late_nodes: int = 0
     addresses: Sequence[str] = ()
     spares: int = 0
-    spares_die: bool = False
-    dies: int | None = None
-    returns: Sequence[int] = ()
+    first_spare_dies: bool = False
+    dying_node: int | None = None
+    returning_nodes: Sequence[int] = ()
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -232,13 +247,21 @@ class Job:
     program: Program | None = None
     device: str = "cpu"
     prefix: tuple[str, ...] = ()
-    breaks: tuple[str, ...] = ()
+    device_fault: tuple[str, ...] = ()
     timeout_s: float = JOB_TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended: exit code and log of each agent, records of each rank, a stamp of each fault."""
+    """A job that has ended.
+
+    Attributes:
+        codes: the exit code of each agent.
+        logs: the log of each agent.
+        records: the training records of each rank.
+        stamps: an entry for each fault that struck.
+        at: the time of the end, as `time.time()`.
+    """
 
     job: Job
     codes: tuple[int, ...]
@@ -249,7 +272,7 @@ class Ended:
 
     @property
     def seconds_after_the_fault(self) -> float:
-        """From the last fault to the end of the job."""
+        """Seconds from the last fault to the end of the job."""
         return float(self.at - self.stamps[-1]["time"])
 
     @property
@@ -264,18 +287,18 @@ class Ended:
     @property
     def last_line(self) -> str:
         """The last line of the first agent."""
-        return told.last_line(self.logs[0])
+        return log_lines.last_line(self.logs[0])
 
     @property
     def said(self) -> list[str]:
-        """What the adaptor said."""
-        return told.lines(self.log)
+        """The lines of the adaptor in all logs."""
+        return log_lines.lines(self.log)
 
 
 def run(job: Job) -> Ended:
-    """Run a job to its end, and see to it that nothing of it is left."""
+    """Run a job to its end, and assert that it leaves nothing behind."""
     job.out.mkdir(parents=True)
-    # Not below the job: the paths of sockets are short, and data loaders put theirs there.
+    # Not in the job's folder: data loaders put their sockets here, and the paths of sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="ttp-test-"))
     mark = uuid.uuid4().hex
     ports = free_ports(2)
@@ -288,18 +311,19 @@ def run(job: Job) -> Ended:
         PYTHONUNBUFFERED="1",
         **{leftovers.MARK: mark},
     )
-    # The bytecode of a framework is worth seconds in every process.
+    # Without cached bytecode every process would compile the framework for seconds.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if job.launcher == "torchrun":  # the script may call the adaptor
+    if job.launcher == "torchrun":  # the script may call adaptor.enable()
         environment["ENABLE_TTP"] = "False"
     if job.program is not None:
         environment.update(job.program.environment)
     if "torch_dist" in job.layout.extra:
-        # Between params the framework writes memory that it has not written to: let it find zeros there.
+        # The framework saves uninitialised memory between params: make it zeros, so that files can be
+        # compared.
         environment["MALLOC_PERTURB_"] = "255"
     if not _cold(job):
-        # Else torch sets it in the middle of an import, and a spare that has torch takes that for a change by
-        # the script, and starts again as an interpreter of its own.
+        # Otherwise torch sets this in the middle of an import. A spare that has torch imported takes that for
+        # a change by the script, and starts again as a new interpreter.
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "torchinductor")
     environment.update(job.environment)
     if job.publishing:
@@ -316,8 +340,8 @@ def run(job: Job) -> Ended:
             if log not in logs:
                 _wait_until_it_goes_on_without(node, job)
                 logs.append(log)
-            if job.later and node == job.nodes - job.later:
-                # The others start first, and come to the step of the fault.
+            if job.late_nodes and node == job.nodes - job.late_nodes:
+                # The other nodes start first, and reach the step of the fault.
                 has_struck = (job.out / "stamps").exists
                 waiting.written(job.out, has_struck, "a fault has struck", within_s=job.timeout_s)
             with log.open("wb") as sink:
@@ -332,7 +356,7 @@ def run(job: Job) -> Ended:
         tail = "".join(log.read_text(errors="replace")[-3000:] for log in logs)
         pytest.fail(f"the job had not ended after {job.timeout_s:g} s:\n{tail}")
     except BaseException:
-        leftovers.end(mark)  # whoever waits for it was told to end
+        leftovers.end(mark)  # for example Ctrl-C in the test run
         raise
     at = time.time()
     leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
@@ -352,8 +376,8 @@ def run(job: Job) -> Ended:
 
 
 def _second_starts(job: Job) -> list[tuple[int, Path]]:
-    """The nodes that come back, and their second logs."""
-    return [(node, job.out / f"agent{node}-again.log") for node in job.returns]
+    """Return the nodes that are started a second time, with their second logs."""
+    return [(node, job.out / f"agent{node}-again.log") for node in job.returning_nodes]
 
 
 def _wait_until_it_goes_on_without(node: int, job: Job) -> None:
@@ -361,7 +385,7 @@ def _wait_until_it_goes_on_without(node: int, job: Job) -> None:
     lease = job.save / naming.LEASE
     place = f" has the place of node {node}, "
 
-    def goes_on() -> bool:  # a node that is back finds the job by the lease, or at the store of its flags
+    def goes_on() -> bool:  # a returning node finds the job by the lease, or at the store of its flags
         if node == 0:
             return lease.exists() and bool(json.loads(lease.read_text()).get("store"))
         return any(place in log.read_text(errors="replace") for log in job.out.glob("agent*.log"))
@@ -370,25 +394,25 @@ def _wait_until_it_goes_on_without(node: int, job: Job) -> None:
 
 
 def _cold(job: Job) -> bool:
-    """Whether every process is an interpreter of its own; what has used a device cannot be forked."""
+    """Return whether processes must be new interpreters; a process that used a device cannot be forked."""
     return job.cold or job.of_a_user or job.device != "cpu"
 
 
 def _start_in(job: Job, node: int) -> Path:
     if not job.own_disks or job.save is None:
         return ROOT
-    own = job.save / f"node{node}"
-    own.mkdir(parents=True, exist_ok=True)
-    return own
+    folder = job.save / f"node{node}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
     if job.publishing:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
-    elif job.spares_die and node >= job.nodes:
+    elif job.first_spare_dies and node >= job.nodes:
         launcher = [sys.executable, str(Path(__file__).with_name("dying_spare.py"))]
-    elif node == job.dies:
+    elif node == job.dying_node:
         launcher = [sys.executable, str(Path(__file__).with_name("dying_node.py"))]
     else:
         launcher = [str(Path(sys.executable).with_name(job.launcher))]
@@ -401,9 +425,9 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     ]
     if job.network is not None:
         command = [*job.network.command(min(node, len(job.network.names) - 1)), *command]
-    if job.fewest:
-        command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d"]
-        # All are on the machine of the store, and whichever was fastest would have it, and be node 0.
+    if job.min_nodes:
+        command += ["--nnodes", f"{job.min_nodes}:{job.nodes}", "--rdzv-backend", "c10d"]
+        # All nodes are on one machine, so any of them could host the store: let it be node 0.
         command += ["--rdzv-conf", f"{QUICK},is_host={int(node == 0)}"]
         host = job.network.address if job.network else "localhost"
         addresses = job.addresses or (job.network.addresses if job.network else ())
@@ -421,7 +445,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["-m", "adaptor.devices", "cpu"]
     if job.device in ("shared", "nccl"):
         command += [str(SHARED), *(("--nccl",) if job.device == "nccl" else ())]
-        command += ["--at", *job.breaks] if job.breaks else []
+        command += ["--at", *job.device_fault] if job.device_fault else []
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
     if job.faults or INJECTIONS in job.environment:
@@ -433,8 +457,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
     if job.own_disks and job.save is not None:
-        own = Path()  # where the agent starts
-        job = dataclasses.replace(job, save=own, load=own if job.load == job.save else job.load)
+        folder = Path()  # the folder in which the agent starts
+        job = dataclasses.replace(job, save=folder, load=folder if job.load == job.save else job.load)
     return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 
 

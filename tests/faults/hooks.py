@@ -1,4 +1,4 @@
-"""Where faults strike: hooks on the framework and on the adaptor, from outside of both."""
+"""Hooks on the framework and on the adaptor, at which faults strike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import wrapt
 from tests.faults import flips
 from tests.faults.fault import Injector
 
-# Into a file this far: archives of the tiny models are some megabytes.
+# Bytes after which a file counts as half written: archives of the tiny models have some megabytes.
 _HALF_WRITTEN = 100_000
 
 
 class _HalfFile:
-    """A file in the middle of which a fault strikes."""
+    """A file during whose writing a fault strikes."""
 
     def __init__(self, path: Any, injector: Injector) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115  (closed below)
@@ -41,14 +41,18 @@ class _HalfFile:
 
 
 Wrapper = Callable[[Any, Any, Any, Any], Any]
-# The variable with which saves in `torch_dist` write the tensors of the first save.
+# If this variable is set, each save in `torch_dist` writes the tensors of the first save.
 STALE = "TTP_TEST_STALE_SAVES"
 
 
 def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> None:
-    """Once `module` is imported. Patches that were armed before are inside.
+    """Wrap a function once `module` is imported; patches that were armed earlier are inside.
 
-    before_0_8  the name of the function where the version has none of the other
+    Args:
+        module: the module that defines the function.
+        name: the function.
+        wrapper: a wrapper for wrapt.
+        before_0_8: the function's name in versions that do not have `name`.
     """
 
     def wrap(imported: ModuleType) -> None:
@@ -59,14 +63,14 @@ def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> Non
 
 
 def install(injector: Injector) -> None:
-    """Hook what the faults of the job need, before the framework is imported."""
+    """Install the hooks that the job's faults need, before the framework is imported."""
 
     def before(phase: str, module: str, name: str, before_0_8: str = "") -> None:
         def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             injector.reach(phase)
             return wrapped(*args, **kwargs)
 
-        # Only what is needed: a version of the framework may have nothing of this name.
+        # Only hooks that are needed: another version of the framework may lack the name.
         if injector.expects(phase):
             _wrap(module, name, strikes_before, before_0_8)
 
@@ -164,7 +168,7 @@ def _keep_first_tensors() -> Wrapper:
 
 
 def _shorten_the_self_test(check: ModuleType) -> None:
-    """A job of the tests is shorter than the steps in which a difference is a property of its layout."""
+    """Shorten the self-test of a check: jobs of the tests have fewer steps than it takes."""
     check.SELF_TEST = 2  # type: ignore[attr-defined]
 
 
@@ -182,13 +186,13 @@ def _follow_the_steps(injector: Injector) -> None:
         return wrapped(*args, **kwargs)
 
     _wrap("megatron.training.training", "train_step", step_is_known)
-    # A script that uses the core as a library has a loop of its own.
+    # A script that uses Megatron-core as a library has a loop of its own.
     _wrap("adaptor.worker.session", "Session.begin_step", step_is_told)
 
 
 def _logging(injector: Injector) -> Wrapper:
     def strikes_before_figures_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        injector.step = args[0]  # also where nobody tells the adaptor of steps
+        injector.step = args[0]  # for scripts that report no steps to the adaptor
         injector.reach("logging")
         return wrapped(*args, **kwargs)
 
@@ -224,7 +228,7 @@ def _layers(injector: Injector) -> Wrapper:
 
 def _door(injector: Injector) -> Wrapper:
     def strikes_past_the_barrier(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if args[0] == injector.step:  # the other window is that of a regular save
+        if args[0] == injector.step:  # a regular save opens another window
             injector.reach("door-after")
         return wrapped(*args, **kwargs)
 
@@ -248,7 +252,8 @@ def _watch_updates(injector: Injector) -> None:
 
     def enters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal inside
-        # SGD adds to its momentum first, Adam to its parameter last; MindSpeed's does all of it at once.
+        # SGD adds to its momentum first, Adam updates its parameter last; MindSpeed's Adam is a single
+        # operation.
         inside = (
             ("Tensor.add_",)
             if isinstance(optimizer, torch.optim.SGD)
@@ -290,12 +295,12 @@ def _watch_copies(injector: Injector) -> None:
     def strikes_half_way(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not inside:
             return wrapped(*args, **kwargs)
-        into, given = args
-        half = len(into) // 2
-        if half:  # a small shard may be a part of one parameter
-            wrapped(into[:half], given[:half])
+        targets, sources = args
+        half = len(targets) // 2
+        if half:  # a small shard may consist of one part of a parameter
+            wrapped(targets[:half], sources[:half])
         injector.reach("copy")
-        return wrapped(into[half:], given[half:])
+        return wrapped(targets[half:], sources[half:])
 
     _wrap("adaptor.checkpoint.trainee", "LocalCopy.take", is_inside)
     wrapt.wrap_function_wrapper(torch, "_foreach_copy_", strikes_half_way)

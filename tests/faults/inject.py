@@ -1,9 +1,9 @@
-"""Runs a training script in which something breaks: `inject.py --fault SPEC [...] -- script args...`.
+"""Runs a training script in which faults strike: `inject.py --fault SPEC [...] -- script args...`.
 
-SPEC is `rank=1,step=6,phase=backward,kind=sigkill` and may go on with `code=7` (of os._exit and sys.exit),
-`also=3` (a rank of this machine that is killed at the same moment) and `restart=1` (the start of the workers
-it belongs to; the first is 0). With `--stamp FILE` a line of JSON is appended when a fault strikes.
-Everything is hooked from outside, in the framework and in the adaptor, by functions that do nothing else.
+SPEC is `rank=1,step=6,phase=backward,kind=sigkill` with the fields of `tests/faults/fault.py`. Optional
+fields are `code=7` (for os._exit and sys.exit), `also=3` (a rank of this machine to kill at the same moment)
+and `restart=1` (the generation of the workers; the first is 0). `--stamp FILE` appends a line of JSON when a
+fault strikes. The hooks are installed from outside, in the framework and in the adaptor, and do nothing else.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-# The script is run by its path, in a folder of the user's.
+# The script is run by its path, in any folder.
 sys.path += [str(_HERE.parents[1]), str(_HERE / "early")]
 
 
 def main() -> None:
-    import armed_faults  # here, as it reads `sys.argv` and hooks what is imported from now on
+    import armed_faults  # imported here: it reads `sys.argv`, and hooks all later imports
 
     from tests.faults.fault import tell_siblings
 
     armed_faults.injector.begin()
     tell_siblings()
     armed_faults.injector.reach("imports")
-    given = armed_faults.given
-    sys.argv = [given.script, *given.arguments]
-    sys.path[0] = str(Path(given.script).resolve().parent)
-    runpy.run_path(given.script, run_name="__main__")
+    options = armed_faults.options
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")
     armed_faults.injector.reach("finished")
 
 

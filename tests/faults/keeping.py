@@ -1,4 +1,4 @@
-"""What is costly to make, always the same, and kept between runs: made once, whoever asks for it first."""
+"""Keeps results that are expensive and always the same, across runs; the first user makes each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".cache" / "baselines"
-# What makes the runs of the unmodified framework, besides the framework: the stand-ins for a device, the
-# arguments of the script, the recorder, and what starts all this.
+# The code that makes a baseline, besides the framework: stand-ins for devices, arguments of the script, the
+# recorder, and the starters of processes.
 CODE = (
     "adaptor/__init__.py",
     "adaptor/_script.py",
@@ -33,24 +33,24 @@ CODE = (
     "tests/frameworks/args.py",
     "tests/frameworks/record.py",
 )
-# Variables with these prefixes choose how numbers are computed.
+# Variables with these prefixes select how numbers are computed,
 _PREFIXES = ("ATEN_", "DNNL_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
-# But these choose none, and are set in the middle of a run of tests: where torch keeps what it has
-# compiled (set at the first update of a process), watchdogs (by the adaptor), and what a launcher tells
-# its workers. The same baseline would be trained before and after.
+# except these, which are set in the middle of a run of tests: torch's folder for compiled code (set at the
+# first update of a process), watchdogs (set by the adaptor), and a launcher's variables for its workers. If
+# they counted, the same baseline would be trained twice.
 _NO_NUMBERS = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HCCL_", "TORCH_NCCL_", "TORCHELASTIC_")
 _UNUSED_S = 7 * 24 * 3600.0
 
 
 def root() -> Path:
-    """Return the folder for runs: .cache/baselines, or TTP_TEST_BASELINES."""
+    """Return the folder of kept runs: .cache/baselines, or TTP_TEST_BASELINES."""
     return Path(os.environ.get("TTP_TEST_BASELINES", KEPT))
 
 
 def once(place: Path, make: Callable[[Path], None]) -> Path:
-    """Have `make` fill a folder that gets the name `place` when it is complete.
+    """Let `make` fill a folder, and rename it to `place` when it is complete.
 
-    Of several processes that ask at the same time one makes it, and the others wait.
+    If several processes call this at the same time, one makes the folder and the others wait.
 
     Returns:
         `place`.
@@ -61,8 +61,8 @@ def once(place: Path, make: Callable[[Path], None]) -> Path:
         if place.is_dir():
             os.utime(place)
             return place
-        for left in place.parent.glob(f".{place.name}.draft-*"):  # by a process that was killed
-            shutil.rmtree(left)
+        for abandoned_draft in place.parent.glob(f".{place.name}.draft-*"):  # by a process that was killed
+            shutil.rmtree(abandoned_draft)
         _forget_the_unused(place.parent)
         draft = place.with_name(f".{place.name}.draft-{uuid.uuid4().hex}")
         try:
@@ -74,11 +74,11 @@ def once(place: Path, make: Callable[[Path], None]) -> Path:
 
 
 def key(framework: Path, *more: object) -> str:
-    """Return a digest of all that the bits of a training run depend on.
+    """Return a digest of everything that determines the bits of a training run.
 
     Args:
-        framework: the tree of the framework.
-        more: what else the caller knows of; it is told apart by its `repr`.
+        framework: the source tree of the framework.
+        more: further inputs, compared by their `repr`.
     """
     variables = sorted(
         (name, value)
@@ -91,19 +91,19 @@ def key(framework: Path, *more: object) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Its model and what it can do: by that the mathematical libraries choose their kernels."""
+    """Return the processor's model and features: mathematical libraries choose their kernels by them."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
 
 
 @functools.cache
 def _tree(root: Path, parts: Iterable[str] = (".",)) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        place = root / part
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            found.update(f"{file.relative_to(root)} {_digest(file.read_bytes())}\n".encode())
-    return found.hexdigest()
+        path = root / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{file.relative_to(root)} {_digest(file.read_bytes())}\n".encode())
+    return digest.hexdigest()
 
 
 def _digest(text: bytes) -> str:

@@ -1,11 +1,11 @@
-"""Keeps compiled code in memory, for processes that are forks of one that has read it.
+"""Keeps compiled code in memory, for the forks of the process that has read it.
 
 A third of the CPU time of a tiny job goes into bytecode: each worker reads and unmarshals the same six
-hundred files, and compiles the same methods of dataclasses. `keep` does both once. Nothing of these modules
-is executed for that, and a fork finds none of them imported: the import system finds, executes and hooks
-each module as always, and only takes its code from here.
+hundred files, and compiles the same methods of dataclasses. `keep` does both once. It executes none of these
+modules, and a fork has none of them imported: the import system finds, executes and hooks each module as
+always, and only takes the code from here.
 
-Which files and texts there are is told by *scouts*, forks that import the modules and end.
+*Scouts*, forks that import the modules and end, report which files and texts are needed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from types import CodeType
 from typing import Any
 
 _read: Callable[[SourceFileLoader, str], CodeType | None] = SourceFileLoader.get_code
-# By the path of the source: its time and size, and its code.
+# By the path of the source: modification time and size, and the code.
 _modules: dict[str, tuple[tuple[int, int], CodeType]] = {}
-# By its text: the code of methods that dataclasses write.
+# By source text: the code of methods that dataclasses generate.
 _methods: dict[str, CodeType] = {}
-# By its path: the text of a script, and its code.
+# By path: the source text of a script, and its code.
 _scripts: dict[str, tuple[bytes, CodeType]] = {}
 
 
 def keep(acts: Iterable[Callable[[], None]], scripts: Iterable[Path] = ()) -> None:
-    """Keep the code that modules and scripts have, for this process and its forks.
+    """Keep the code of modules and scripts, for this process and its forks.
 
     Args:
-        acts: each imports modules, in a scout of its own; where one raises, what was imported until then is
-            kept.
-        scripts: what is run by its path; one that is not there is left out.
+        acts: functions that import modules, each called in a scout of its own; if one raises, the modules
+            imported until then are kept.
+        scripts: scripts to keep by path; missing ones are skipped.
     """
     files: dict[str, str] = {}
     texts: set[str] = set()
@@ -60,21 +60,21 @@ def keep(acts: Iterable[Callable[[], None]], scripts: Iterable[Path] = ()) -> No
 
 
 def _scouted(act: Callable[[], None]) -> tuple[dict[str, str], list[str]]:
-    """Return the modules that are imported, name by path, and the texts that dataclasses have compiled."""
-    told, tell = os.pipe()
+    """Return the imported modules (name by path), and the texts that dataclasses have compiled."""
+    read_end, write_end = os.pipe()
     scout = os.fork()
     if scout == 0:
         try:
-            os.close(told)
-            with os.fdopen(tell, "w") as stream:
+            os.close(read_end)
+            with os.fdopen(write_end, "w") as stream:
                 json.dump(_imported(act), stream)
         finally:
             os._exit(0)
-    os.close(tell)
-    with os.fdopen(told) as stream:
-        said = stream.read()
+    os.close(write_end)
+    with os.fdopen(read_end) as stream:
+        report = stream.read()
     os.waitpid(scout, 0)
-    files, texts = json.loads(said)
+    files, texts = json.loads(report)
     return files, texts
 
 
@@ -92,17 +92,17 @@ def _imported(act: Callable[[], None]) -> tuple[dict[str, str], list[str]]:
 
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
     dataclasses.exec = execute  # type: ignore[attr-defined]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(devnull, stream)
     with contextlib.suppress(BaseException):
         act()
     return files, list(texts)
 
 
 def _version(path: str) -> tuple[int, int]:
-    found = os.stat(path)  # noqa: PTH116  # for each module that is imported
-    return found.st_mtime_ns, found.st_size
+    status = os.stat(path)  # noqa: PTH116  # for each module that is imported
+    return status.st_mtime_ns, status.st_size
 
 
 def _code_of_module(loader: SourceFileLoader, name: str) -> CodeType | None:
@@ -113,7 +113,7 @@ def _code_of_module(loader: SourceFileLoader, name: str) -> CodeType | None:
 
 
 def _compiled(text: str) -> CodeType:
-    """As `exec` compiles it where dataclasses call that: with no future feature of this file."""
+    """Compile a text as `exec` does in dataclasses: without the future features of this file."""
     return compile(text, "<string>", "exec", dont_inherit=True)
 
 

@@ -1,4 +1,4 @@
-"""The layouts of the whole cross product (tests/integration/matrix.py), and what cannot run on a CPU."""
+"""The layouts of the full matrix (tests/integration/matrix.py), and combinations that cannot run on a CPU."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _RECOMPUTE = (
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
 _ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
-# Experts are cut by tensor parallelism like the rest: no two ranks have the same.
+# Experts are split by tensor parallelism like the rest: no two ranks have the same.
 MOE_CUT = Layout(
     "moe-tp2-dp2-ep2-cut", 4, tp=2, replica="mirror", extra=(*MOE_EP2.extra, "--sequence-parallel")
 )
 
-# With a pipeline, embeddings are tied across its stages unless a layout says otherwise.
+# With a pipeline, embeddings are tied across stages unless a layout unties them.
 LAYOUTS = (
     Layout("dp1", 1),
     DP2,
@@ -87,26 +87,29 @@ LAYOUTS = (
     Layout("moe-dp3", 3, extra=(*EXPERTS, *DP3.extra)),
     MOE_EP2,
     MOE_EP2_DP2,
-    # Six ranks share what is dense, three have the same experts.
+    # Six ranks share the dense part; groups of three share experts.
     Layout("moe-dp6-ep2", 6, replica="mirror", extra=(*MOE_EP2.extra, "--global-batch-size", "12")),
     replace(MOE_TP2_EP2, name="moe-tp2-dp2-ep2", replica="auto"),
     MOE_CUT,
     Layout("moe-pp2-dp4-ep2", 8, pp=2, extra=MOE_EP2.extra),
 )
-# Trained in fp16 and fp32, too, where the framework can, and with the format torch_dist.
+# These layouts are also trained in fp16 and fp32 where the framework can, and with the format torch_dist.
 VARIED = (DP2, DP3, DP2_WHOLE, TP2_DP2, PP2_DP2, MOE_EP2)
-# A rank of these has something that no other has: its death loses that, an exception does not.
+# In these layouts each rank holds state without a second copy: an exception can be survived, a death cannot.
 ALONE = frozenset({"dp1", TP2_DP1.name, "pp2-dp1", MOE_EP2_DP2.name, MOE_CUT.name})
-# Of Megatron-core as a library: on a CPU Megatron-LM itself has no attention for it.
+# Trained with Megatron-core as a library: on a CPU Megatron-LM itself has no attention for context
+# parallelism.
 CONTEXT = Layout("cp2-dp2", 4)
 
 
 @dataclass(frozen=True)
 class Impossible:
-    """What the unmodified framework cannot run on a CPU.
+    """A combination that the unmodified framework cannot run on a CPU.
 
-    says     what it says, somewhere in its log, before it ends
-    because  why, and what is trained in its place
+    Attributes:
+        says: the error in the log of the job.
+        because: the reason, and which combination is trained instead.
+        arguments: of the script, besides those of the layout.
     """
 
     layout: Layout
@@ -143,7 +146,7 @@ IMPOSSIBLE = (
 
 
 def replicas(layout: Layout) -> list[tuple[str, Layout]]:
-    """The replicas that a layout allows, each with the layout that asks for it."""
+    """Return the replicas that a layout allows, each with the layout that selects it."""
     if not layout.distributed_optimizer or layout.data_parallel_size == 1:
         return [("none", layout)]
     if layout.replica == "mirror" or layout.data_parallel_size % 2:

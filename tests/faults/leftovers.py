@@ -1,7 +1,7 @@
-"""What a job must not leave behind: processes, ports, shared memory, socket files.
+"""Finds processes, ports, shared memory and sockets that a job has left behind.
 
-Every process of a job carries a mark in its environment, so that none of them can hide after its end, and the
-mark stands in the names of its semaphores. What other jobs of this machine have or leave is not looked at.
+Every process of a job carries a mark in its environment, so a leftover process can be found. The mark is also
+in the names of the job's semaphores. Resources of other jobs on this machine are ignored.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import pytest
 from tests import waiting
 from tests.faults.warm import MARK
 
-# What a killed process held is given back by the kernel a moment after its parent knows of its death; on a
-# machine with much other work that may be some seconds. A look reads /proc of every process.
+# The kernel frees the resources of a killed process a moment after its parent is told of the death; on a busy
+# machine this takes seconds. Each look reads /proc of every process.
 LOOK_S = 0.1
 SHARED = Path("/dev/shm")
 
 
 def assert_nothing_left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> None:
-    """Wait a moment for the last of it; then whatever is left fails the test, and is ended."""
-    left: list[str] = []
+    """Wait a moment; then end whatever the job has left behind, and fail the test."""
+    leftover: list[str] = []
 
     def nothing_is_left() -> bool:
-        left[:] = _left(mark, ports, scratch, shared_before)
-        return not left
+        leftover[:] = _left(mark, ports, scratch, shared_before)
+        return not leftover
 
     try:
         waiting.until(nothing_is_left, "nothing is left", pause_s=LOOK_S)
     except AssertionError:
         end(mark)
-        pytest.fail("the job left behind: " + "; ".join(left))
+        pytest.fail("the job left behind: " + "; ".join(leftover))
 
 
 def end(mark: str) -> None:
-    """End what a job has left."""
+    """Kill the processes of a job."""
     for pid in processes(mark):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -53,12 +53,12 @@ def shared_memory() -> set[str]:
 
 
 def _left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> list[str]:
-    left = [f"process {pid}: {_words(pid)}" for pid in processes(mark)]
-    left += [f"port {port}" for port in sorted(_listening() & set(ports))]
-    left += [f"shared memory {name}" for name in sorted(_orphans(shared_memory() - shared_before))]
-    left += [f"semaphore {path.name}" for path in SHARED.glob(f"sem.*{mark}*")]
-    left += [f"socket {path}" for path in scratch.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
-    return left
+    leftover = [f"process {pid}: {_words(pid)}" for pid in processes(mark)]
+    leftover += [f"port {port}" for port in sorted(_listening() & set(ports))]
+    leftover += [f"shared memory {name}" for name in sorted(_orphans(shared_memory() - shared_before))]
+    leftover += [f"semaphore {path.name}" for path in SHARED.glob(f"sem.*{mark}*")]
+    leftover += [f"socket {path}" for path in scratch.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    return leftover
 
 
 def _everyone() -> Iterator[Path]:
@@ -66,16 +66,16 @@ def _everyone() -> Iterator[Path]:
 
 
 def processes(mark: str) -> list[int]:
-    """Return the processes of this machine that have the mark of a job."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
+    """Return the processes of this machine that carry a job's mark."""
+    variable = f"{MARK}={mark}".encode()
+    pids = []
     for process in _everyone():
         try:
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+            if variable in (process / "environ").read_bytes().split(b"\0"):
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _words(pid: int) -> str:
@@ -96,7 +96,9 @@ def _listening() -> set[int]:
 
 
 def _orphans(names: Iterable[str]) -> set[str]:
-    """Those that no living process has mapped: other jobs of this machine have theirs."""
+    """Return the shared memory that no living process has mapped; other jobs of this machine have theirs
+    mapped.
+    """
     orphans = set(names)
     for process in _everyone() if orphans else ():
         try:

@@ -1,4 +1,4 @@
-"""Jobs of a script of our own that uses Megatron-core as a library."""
+"""Jobs of a script that uses Megatron-core as a library."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def train(
     paths: Sequence[str] = (),
     network: Namespaces | None = None,
 ) -> Ended:
-    """Run it to its end.
+    """Run a job to its end.
 
     Args:
         arguments: of the script, besides the number of iterations.
-        instances: copies of the optimizer state without the adaptor.
+        instances: copies of the optimizer state in a run without the adaptor.
         options: of the launcher.
-        engine: builtin or mindio; the test is skipped where its SDK is not installed.
-        script: of the same flags as `train_core.py`.
-        paths: for PYTHONPATH, before Megatron-core's.
-        network: of two nodes, which each have half of the ranks; None: there is one.
+        engine: builtin or mindio; the test is skipped if MindIO's SDK is not installed.
+        script: a script with the same flags as `train_core.py`.
+        paths: for PYTHONPATH, in front of Megatron-core's.
+        network: of two nodes, each with half of the ranks; None: a single node.
     """
     paths = [*paths, str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
     if engine == "mindio":
@@ -66,7 +66,7 @@ def train(
 def undisturbed(*arguments: str, layout: Layout = DP4, instances: int = 2) -> dict[int, list[dict[str, Any]]]:
     """Return the records of a run without the adaptor and without faults.
 
-    It is made when it is first asked for, and kept, as the baselines of `scenario` are.
+    The run is made at the first call and kept, as the baselines of `scenario` are.
     """
 
     def make(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nodes with a network between them: network namespaces on this machine, joined by links."""
+"""Network namespaces on this machine, joined by links: nodes with a network between them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from pathlib import Path
 
 from tests import waiting
 
-# For the fault `cut`: namespaces and devices that are to fall silent, both ends of the link of a node.
+# For the fault `cut`: the namespaces and devices at both ends of the link that is cut.
 VARIABLE = "TTP_TEST_LINKS"
 LINK = "ttp0"
-# Every packet is dropped as if on its way: nobody is told, no link is down, the sender's queue is not full.
+# Every packet is dropped as if on its way: no error is reported, no link is down, the sender's queue is not
+# full.
 _SILENCE = ("root", "blackhole")
-# A step of the tiny models takes a second, where it took a tenth of one.
+# With this rule a step of the tiny models takes a second instead of a tenth.
 _SLOW = ("root", "tbf", "rate", "30mbit", "burst", "256kb", "latency", "500ms")
-# Between two looks of the shell that waits for files.
+# Pause of the shell that waits for files.
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Their names, the address of the first, and the ends of the link that is cut: names, devices."""
+    """A set of joined namespaces.
+
+    Attributes:
+        names: the namespaces.
+        address: the address of the first one.
+        ends: the ends (namespace, device) of the link that can be cut.
+    """
 
     names: tuple[str, ...]
     address: str
@@ -34,7 +41,7 @@ class Namespaces:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The address of each."""
+        """The address of each namespace."""
         return tuple(_address(number) for number in range(len(self.names)))
 
     @property
@@ -42,12 +49,12 @@ class Namespaces:
         return {VARIABLE: " ".join("/".join(end) for end in self.ends), "GLOO_SOCKET_IFNAME": LINK}
 
     def command(self, node: int) -> list[str]:
-        """What goes before a command that is to run on `node`: `ip netns exec` would hide control groups."""
+        """Return a prefix that runs a command on `node`; `ip netns exec` would hide control groups."""
         return ["nsenter", f"--net=/run/netns/{self.names[node]}"]
 
 
 def permitted() -> bool:
-    """Whether this user, on this machine, may make namespaces."""
+    """Return whether this user may make namespaces on this machine."""
     try:
         name = f"ttp-{uuid.uuid4().hex[:8]}"
         _run("ip", "netns", "add", name)
@@ -59,7 +66,7 @@ def permitted() -> bool:
 
 @contextmanager
 def two() -> Iterator[Namespaces]:
-    """Two namespaces, each with an address that the other reaches; gone afterwards."""
+    """Make two namespaces with addresses that reach each other, and remove them afterwards."""
     with _made(2) as names:
         _join(names[0], LINK, names[1])
         yield Namespaces(names, _address(0), tuple((name, LINK) for name in names))
@@ -67,7 +74,7 @@ def two() -> Iterator[Namespaces]:
 
 @contextmanager
 def star(count: int, cut: int = 1) -> Iterator[Namespaces]:
-    """So many namespaces around a bridge in one more; the link of namespace `cut` can be cut by itself."""
+    """Make `count` namespaces around a bridge in another one; only the link of namespace `cut` can be cut."""
     with _made(count + 1) as (*names, switch):
         _run("ip", "-n", switch, "link", "add", LINK, "type", "bridge")
         _run("ip", "-n", switch, "link", "set", LINK, "up")
@@ -80,24 +87,27 @@ def star(count: int, cut: int = 1) -> Iterator[Namespaces]:
 @contextmanager
 def _made(count: int) -> Iterator[tuple[str, ...]]:
     mark = uuid.uuid4().hex[:8]
-    made: list[str] = []
+    names: list[str] = []
     try:
         for number in range(count):
             _run("ip", "netns", "add", f"ttp-{mark}-{number}")
-            made.append(f"ttp-{mark}-{number}")
-        yield tuple(made)
+            names.append(f"ttp-{mark}-{number}")
+        yield tuple(names)
     finally:
-        for name in made:
+        for name in names:
             _run("ip", "netns", "del", name)
 
 
-def _join(one: str, device: str, other: str) -> None:
-    """Lay a link from `device` of one namespace to the link of another, and give both their addresses."""
+def _join(namespace: str, device: str, peer: str) -> None:
+    """Make a link from `device` of one namespace to LINK of another, and bring it up.
+
+    Only a device named LINK gets an address, so the port of a bridge has none.
+    """
     _run(
-        *("ip", "link", "add", device, "netns", one, "type", "veth"),
-        *("peer", "name", LINK, "netns", other),
+        *("ip", "link", "add", device, "netns", namespace, "type", "veth"),
+        *("peer", "name", LINK, "netns", peer),
     )
-    for name in (one, other) if device == LINK else (other,):
+    for name in (namespace, peer) if device == LINK else (peer,):
         _bring_up(name, int(name.rpartition("-")[2]))
 
 
@@ -112,37 +122,37 @@ def _address(number: int) -> str:
 
 
 def _ends() -> list[tuple[str, str]]:
-    """From inside: the ends of the link that can be cut."""
+    """Return the ends of the link that can be cut, from this process's environment."""
     return [
         (name, device) for name, _, device in (end.partition("/") for end in os.environ[VARIABLE].split())
     ]
 
 
 def cut() -> None:
-    """From inside: nothing gets through from now on, in either direction."""
+    """Drop all packets in both directions from now on."""
     _let_both(*_SILENCE)
 
 
 def unplug() -> None:
-    """From inside: both ends of the link are down, and each kernel knows it."""
+    """Set both ends of the link down, so that each kernel notices."""
     for name, device in _ends():
         _run("ip", "-n", name, "link", "set", device, "down")
 
 
 def heal_after(seconds: float) -> None:
-    """From inside: the links carry everything again, even if this process has ended by then."""
+    """Mend the links after some seconds, even if this process has ended by then."""
     _heal_after_command(f"sleep {seconds:g}")
 
 
 def heal_when_written(folder: Path, pattern: str, count: int) -> None:
-    """From inside: the links carry everything again when so many files below `folder` fit the `pattern`.
+    """Mend the links when `count` files below `folder` match `pattern`.
 
-    Never, if that takes longer than any wait of the tests for an event: the job has failed then.
+    The links stay cut if that takes longer than any wait of the tests for an event: the job has failed then.
     """
     turns = int(waiting.LONG_S / _LOOK_S)
-    there = f"[ $(ls {shlex.quote(str(folder))}/{pattern} 2>/dev/null | wc -l) -ge {count} ]"
+    are_written = f"[ $(ls {shlex.quote(str(folder))}/{pattern} 2>/dev/null | wc -l) -ge {count} ]"
     _heal_after_command(
-        f"turn=0; until {there}; do [ $((turn += 1)) -le {turns} ] || exit; sleep {_LOOK_S}; done"
+        f"turn=0; until {are_written}; do [ $((turn += 1)) -le {turns} ] || exit; sleep {_LOOK_S}; done"
     )
 
 
@@ -156,14 +166,14 @@ def _heal_after_command(wait: str) -> None:
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # the namespaces may be gone, too
+        stderr=subprocess.DEVNULL,  # the namespaces may have been removed
     )
 
 
 def cut_for(seconds: float) -> None:
-    """From inside: nothing gets through for so long; afterwards the links are slow.
+    """Cut the links for some seconds; afterwards they are slow.
 
-    By a process that goes before all others, where it may: on a busy machine the silence would become longer.
+    If permitted, the shell runs with real-time priority: on a busy machine the cut would take longer.
     """
     cut, mended = (
         [" ".join(["tc", "-n", name, "qdisc", "replace", "dev", device, *rule]) for name, device in _ends()]
@@ -174,7 +184,7 @@ def cut_for(seconds: float) -> None:
 
 
 def slow_down() -> None:
-    """From inside: the links carry what they carry, but slowly."""
+    """Make the links slow; no packets are lost."""
     _let_both(*_SLOW)
 
 

@@ -1,4 +1,4 @@
-"""What a job has left: checkpoints and records."""
+"""Assertions about checkpoints and records that a job has written."""
 
 from __future__ import annotations
 
@@ -14,30 +14,45 @@ from tests.faults.harness import ITERATIONS, Ended
 
 
 def steps_in(root: Path) -> list[int]:
-    """The steps of the checkpoints below `root`."""
+    """Return the sorted steps of the checkpoints in `root`."""
     steps = (naming.step_of(path.name) for path in root.iterdir())
     return sorted(step for step in steps if step is not None)
 
 
 def spent(logs: Path) -> dict[str, float]:
-    """How the job with this log folder has spent its time, as `ttp goodput` says it, in seconds."""
+    """Return how a job has spent its time, as `ttp goodput` reports it.
+
+    Args:
+        logs: the job's log folder.
+
+    Returns:
+        Seconds by use.
+    """
     return JobReader(job_reader.find(logs)).spent().seconds
 
 
 def tracked(root: Path) -> str:
-    """What the tracker says."""
+    """Return the content of the tracker."""
     return (root / naming.TRACKER).read_text().strip()
 
 
 def assert_tidy(root: Path) -> None:
-    """Complete checkpoints and a tracker, nothing else, but the lease of a ttprun that was killed."""
-    known = (naming.TRACKER, naming.LEASE)
-    strange = [p.name for p in root.iterdir() if naming.step_of(p.name) is None and p.name not in known]
-    assert not strange, f"{root} has {strange}"
+    """Assert that `root` has only complete checkpoints and a tracker, and perhaps the lease of a killed
+    ttprun.
+    """
+    expected = (naming.TRACKER, naming.LEASE)
+    unexpected = [
+        path.name
+        for path in root.iterdir()
+        if naming.step_of(path.name) is None and path.name not in expected
+    ]
+    assert not unexpected, f"{root} has {unexpected}"
 
 
 def assert_saved(root: Path, step: int) -> Path:
-    """The newest checkpoint is that of `step`, complete by its manifest, and the tracker names it."""
+    """Assert that the newest checkpoint is that of `step`, complete by its manifest, and named by the
+    tracker.
+    """
     assert_tidy(root)
     assert steps_in(root)[-1] == step
     assert tracked(root) == str(step)
@@ -49,18 +64,20 @@ def assert_saved(root: Path, step: int) -> Path:
 def assert_same_training(
     ended: Ended, baseline: dict[int, list[dict[str, Any]]], steps: Iterable[int] | None = None
 ) -> None:
-    """Whatever was recorded is, bit for bit, what the run that never failed recorded.
+    """Assert that every record equals, bit for bit, the record of the undisturbed run.
 
     Args:
-        steps: those that every rank must have recorded, all of them if None.
+        ended: the job.
+        baseline: the records of the undisturbed run.
+        steps: the steps that every rank must have recorded; None: all of them.
     """
-    wanted = set(range(1, ITERATIONS + 1) if steps is None else steps)
+    required = set(range(1, ITERATIONS + 1) if steps is None else steps)
     expected = {
         (rank, line["iteration"]): _figures(line) for rank, lines in baseline.items() for line in lines
     }
     assert ended.records.keys() == baseline.keys()
     for rank, lines in ended.records.items():
-        assert wanted <= {line["iteration"] for line in lines}, f"rank {rank} has not recorded every step"
+        assert required <= {line["iteration"] for line in lines}, f"rank {rank} has not recorded every step"
         for line in lines:
             assert _figures(line) == expected[rank, line["iteration"]], f"rank {rank}: {line}"
 

@@ -1,4 +1,4 @@
-"""Reads what a framework has pickled, without the framework."""
+"""Reads pickles of a framework without the framework."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class _Stranger:
-    """Stands in for an object of a class of the framework."""
+    """Stands in for an object of one of the framework's classes."""
 
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -33,6 +33,6 @@ class Unpickler(pickle.Unpickler):
 
 
 def load(file: Path | IO[bytes]) -> Any:
-    """The content of an archive of torch that a test of ours has written."""
+    """Return the content of a torch archive that a job of the tests has written."""
     pickling = SimpleNamespace(Unpickler=Unpickler, __name__="pickle")
     return torch.load(file, map_location="cpu", weights_only=False, pickle_module=pickling)

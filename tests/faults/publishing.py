@@ -1,8 +1,8 @@
-"""Runs ttprun, which breaks while it publishes: `TTP_TEST_PUBLISHING="NODE POINT KIND" publishing.py ...`.
+"""Runs ttprun with a fault while it publishes: `TTP_TEST_PUBLISHING="NODE POINT KIND" publishing.py ...`.
 
-POINT is `name` (nothing is done yet), `move-in` (every file has its name, the folder has not) or `announce`
-(the folder has, the tracker is old); KIND is `sigkill`, `error`: the disk is read-only there from then on, or
-`sigstop`: it goes on once the tracker names a checkpoint.
+POINT is `name` (nothing is done yet), `move-in` (every file has its final name, the folder has not) or
+`announce` (the folder has its name, the tracker is old). KIND is `sigkill`, `error` (the disk is read-only
+from then on) or `sigstop` (the process continues once the tracker names a checkpoint).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def main() -> int:
             if kind == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "sigstop":
-                tracker, mine = args[0].parent / TRACKER, os.getpid()
+                tracker, pid = args[0].parent / TRACKER, os.getpid()
                 until = f"until test -s '{tracker}'; do sleep 0.05; done"
-                subprocess.run(["sh", "-c", f"kill -STOP {mine}; {until}; kill -CONT {mine}"], check=True)
+                subprocess.run(["sh", "-c", f"kill -STOP {pid}; {until}; kill -CONT {pid}"], check=True)
                 return wrapped(*args, **kwargs)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of Megatron-LM, bit by bit, without the framework."""
+"""Compares two checkpoints of Megatron-LM bit by bit, without the framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.faults import sharded
 from tests.faults.pickles import load
 
-# What a run with other folders and another interval, or with the adaptor, says of itself in its arguments.
+# Saved arguments that may differ between runs with other folders, another interval, or the adaptor.
 OWN_ARGUMENTS = frozenset(
     {
         "save",
@@ -27,12 +27,12 @@ OWN_ARGUMENTS = frozenset(
 
 
 def files(folder: Path) -> set[str]:
-    """The files of a checkpoint, below its folder."""
+    """Return the files of a checkpoint, relative to its folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*.pt")}
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """What differs between two checkpoint folders, a line each; keys in the same order, dtypes, bits."""
+    """Return the differences between two checkpoint folders, a line each: order of keys, dtypes, bits."""
     if files(ours) != files(theirs):
         return [f"files: {sorted(files(ours))} and {sorted(files(theirs))}"]
     pairs = {name: (load(ours / name), load(theirs / name)) for name in sorted(files(ours))}

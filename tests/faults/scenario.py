@@ -1,4 +1,6 @@
-"""What every fault that can be survived has to leave: the last words, and a way to go on from them."""
+"""The outcomes that every survivable fault must have: correct last words, and correct training after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.frameworks import prepare, record
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run of the unmodified framework that never failed: its records, and a checkpoint of each step."""
+    """An undisturbed run of the unmodified framework: its records, and a checkpoint of each step."""
 
     records: dict[int, list[dict[str, Any]]]
     checkpoints: Path
@@ -33,15 +35,15 @@ def baselines(
     of_a_user: bool = False,
     program: Program | None = None,
 ) -> BaselineOf:
-    """Train a layout when it is first asked for, and keep the run below `root`.
+    """Return a function that trains the baseline of a layout at its first call, and keeps the run.
 
     Args:
-        root: for all baselines; several processes, and later runs, may use it (`keeping`).
-        framework: the tree of Megatron-LM; None: the one that the tests train.
+        root: the folder of all baselines; shared by processes and by later runs (`keeping`).
+        framework: the source tree of Megatron-LM; None: the tests' own.
         device: of the jobs.
-        environment: of the jobs, besides what every job has.
-        program: that trains in the place of Megatron-LM's own script.
-        of_a_user: whether the jobs have the environment of a user's (`Job.of_a_user`).
+        environment: of the jobs, in addition to that of every job.
+        program: a training script in place of Megatron-LM's.
+        of_a_user: whether the jobs have the environment of a user's job (`Job.of_a_user`).
     """
     tree = framework or prepare.megatron_lm()
 
@@ -72,9 +74,12 @@ def baselines(
 
 
 def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> tuple[Ended, int]:
-    """The job ends with `code` and the last words of one of the steps `saved`; returns it and the step.
+    """Assert that the job ends with `code` and with correct last words of one of the steps `saved`.
 
-    Up to its end it has trained as the baseline has, and its checkpoint is what the framework saved there.
+    The steps before that must be trained as in the baseline, and the checkpoint must equal the baseline's.
+
+    Returns:
+        The job, and the step of its last words.
     """
     assert job.save is not None
     before = outcome.steps_in(job.save) if job.save.exists() else []
@@ -88,15 +93,15 @@ def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> 
 
 
 def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
-    """The newest checkpoint is the one that the framework itself saved at this step."""
+    """Assert that the newest checkpoint equals the baseline's checkpoint of this step."""
     outcome.assert_saved(save, step)
     assert_as_saved(save, (step,), baseline)
 
 
 def assert_as_saved(save: Path, steps: Collection[int], baseline: Baseline) -> None:
-    """The checkpoints of these steps are those that the framework itself saved.
+    """Assert that the checkpoints of these steps equal the baseline's.
 
-    The steps are from before the first restart: later arguments name the loaded iteration.
+    The steps must be from before the first restart: later arguments name the loaded iteration.
     """
     for step in steps:
         name = f"iter_{step:07d}"
@@ -104,14 +109,14 @@ def assert_as_saved(save: Path, steps: Collection[int], baseline: Baseline) -> N
 
 
 def first_of_each(layouts: Sequence[Layout]) -> list[bool]:
-    """Return for each layout whether it is the first of its state: what `survives` takes for `resumed`."""
+    """Return whether each layout is the first with its `state`: the value for `resumed` of `survives`."""
     states = [layout.state for layout in layouts]
     return [state not in states[:number] for number, state in enumerate(states)]
 
 
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
-    """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
-    # Of the environment on a CPU only where packages are, and what torch reads: the rest is for the adaptor.
+    """Assert that the unmodified framework resumes from the job's last words and trains as the baseline."""
+    # On a CPU keep only the paths of packages and torch's variables: the rest is for the adaptor.
     environment = {
         name: value
         for name, value in job.environment.items()
@@ -139,18 +144,18 @@ def goes_on(job: Job, baseline: Baseline, step: int) -> None:
 def survives(
     job: Job, baseline: Baseline, *, code: int, saved: Collection[int], resumed: bool = False
 ) -> Ended:
-    """The job ends with its last words, and says that nothing is lost.
+    """Assert that the job ends with correct last words, and that its last line says that no step is lost.
 
-    The last words are bit for bit the files that the framework saved at that step, so what resumes from one
-    resumes from the other: a second job would show nothing new but once for each kind of state, whatever
-    the layout. The matrix (`tests/integration/matrix.py`) resumes in each of its cells.
+    The last words are bit for bit the files that the framework saved at that step. Both therefore resume
+    alike, and one resumed job for each kind of state is enough. The matrix (`tests/integration/matrix.py`)
+    resumes in each of its cells.
 
     Args:
-        job: what is run.
-        baseline: of its layout.
-        code: with which the job must end.
-        saved: the steps that it may save.
-        resumed: whether the unmodified framework must also train on from the last words.
+        job: the job to run.
+        baseline: the baseline of its layout.
+        code: the expected exit code.
+        saved: the steps that the job may save.
+        resumed: whether the unmodified framework must also resume from the last words.
     """
     ended, step = ends(job, baseline, code=code, saved=saved)
     assert ended.last_line.startswith("[ttp] "), ended.last_line
@@ -161,7 +166,7 @@ def survives(
 
 
 def restarts(job: Job, baseline: Baseline, *, saved: Collection[int]) -> Ended:
-    """The job saves its last words, starts again by itself and trains to the end as the baseline has."""
+    """Assert that the job saves last words, restarts by itself and trains to the end as the baseline."""
     assert job.save is not None
     assert job.restarts > 0
     ended = harness.run(job)

@@ -1,4 +1,4 @@
-"""MindIO's own SDK, where it is installed, for the tests that run on it."""
+"""MindIO's own SDK, for the tests that run on it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from tests.faults import harness
 
-# Of an NPU, for the SDK alone.
+# A stand-in for an NPU, for the SDK alone.
 _STANDIN = harness.ROOT / "tests/standins/plain"
 
 
 def require() -> list[str]:
-    """What has to be on the path of its jobs besides; the test is skipped where it is not there."""
+    """Return further paths for PYTHONPATH of the SDK's jobs; skip the test if the SDK is not installed."""
     if importlib.util.find_spec("mindio_ttp") is None:
-        pytest.skip("mindio_ttp is not installed: what drives it is not tested")
+        pytest.skip("mindio_ttp is not installed: the engine mindio is not tested")
     return [] if importlib.util.find_spec("torch_npu") else [str(_STANDIN)]

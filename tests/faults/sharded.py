@@ -1,4 +1,4 @@
-"""Reads a checkpoint of the format `torch_dist` as torch itself reads it, without the framework."""
+"""Reads a checkpoint of the format `torch_dist` with torch's own reader, without the framework."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class _Planner(DefaultLoadPlanner):
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """All that is sharded in it, by key: whole tensors, and the objects of ranks.
+    """Return all sharded content by key: whole tensors, and the objects of ranks.
 
-    Filled with nan before, so that a hole would be seen.
+    Tensors are filled with nan before they are read, so that a hole would be seen.
     """
     reader = _Reader(folder)
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, stored in sorted(reader.read_metadata().state_dict_metadata.items()):
         if isinstance(stored, BytesStorageMetadata):
-            found[key] = io.BytesIO()
+            content[key] = io.BytesIO()
         else:
-            found[key] = torch.full(stored.size, torch.nan, dtype=stored.properties.dtype)
+            content[key] = torch.full(stored.size, torch.nan, dtype=stored.properties.dtype)
     planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be
-        load_checkpoint(found, storage_reader=reader, planner=planner, no_dist=True)
-    return found
+        load_checkpoint(content, storage_reader=reader, planner=planner, no_dist=True)
+    return content

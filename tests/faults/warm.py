@@ -1,23 +1,24 @@
-"""Starts processes that are born with torch imported, as forks of a *starter*, in place of new interpreters.
+"""Starts processes with torch already imported, as forks of a *starter*, in place of new interpreters.
 
-Most of the CPU time of a tiny job goes into imports of torch. A starter imports, once, what every framework
-imports (not the framework, not the adaptor: of these it has the compiled code in memory, `kept_code.py`),
-and forks itself for each process that is asked for. What runs
-is the real launcher, its real workers and the real scripts; a process is the child of the one that asked for
-it, in a session of its own, with the environment that it was given.
+Most of the CPU time of a tiny job goes into imports of torch. A starter imports once what every framework
+imports, and forks itself for each requested process. It imports neither the framework nor the adaptor, but
+keeps their compiled code in memory (`kept_code.py`). The launchers, workers and scripts that run are the real
+ones. Each process is the child of the process that requested it, in a session of its own, with the requested
+environment.
 
-- `Warm` is a `subprocess.Popen` whose child is a fork of the starter of this process. Tests start launchers
+- `Warm` is a `subprocess.Popen` whose child is a fork of this process's starter. Tests start launchers
   (`ttprun`, `torchrun`) and scripts with it. The starter lives as long as the process that uses it.
-- A launcher's fork has a starter of its own, forked before anything else, and its workers and their spares
-  come from there.
+- A launcher's fork gets a starter of its own, forked before anything else; its workers and their spares are
+  forks of that starter.
 - `WithStarter` is a fork with such a starter for a process that uses `Warm`: the workers of pytest-xdist.
 
-A fork is only safe of a process with one thread, so it is not the asking process that forks. What a starter
-forks is handed over by the kernel, as an orphan to the nearest ancestor that takes orphans.
+Only a process with a single thread can be forked safely, so the requesting process does not fork itself. The
+kernel hands the starter's orphaned grandchild to the nearest ancestor that is a subreaper: the requesting
+process.
 
-What an interpreter reads from its environment when it starts is done again in the fork: PYTHONPATH, with a
-`sitecustomize` there, the random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds
-and what else torch reads when it is imported are the starter's.
+The fork repeats what an interpreter reads from its environment at its start: PYTHONPATH, with a
+`sitecustomize` there, the random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds,
+and everything else that torch reads when it is imported, are those of the starter.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-# What Megatron-LM imports of torch and of others in its first second, and what launchers import of torch.
+# Modules that Megatron-LM imports in its first second, and the modules of torch that launchers import.
 PRELOADED = (
     "annotated_types",
     "asyncio",
@@ -86,7 +87,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEGATRON_LM = ROOT / ".cache/frameworks/megatron-lm"
 MEGATRON_CORE = ROOT / f".cache/frameworks/megatron-core-{sys.implementation.cache_tag}"
 LAUNCHERS = {"ttprun": "adaptor.launchers.cli.ttprun", "torchrun": "torch.distributed.run"}
-# What workers run.
+# The scripts that workers run.
 SCRIPTS = (
     ROOT / "adaptor/launchers/agent/worker_main.py",
     ROOT / "adaptor/launchers/spares/spare_main.py",
@@ -95,8 +96,8 @@ SCRIPTS = (
     ROOT / "tests/frameworks/train_core.py",
     MEGATRON_LM / "pretrain_gpt.py",
 )
-# In the environment of a process that must not outlive its job. The starter has room for it in what the
-# kernel shows of its environment (/proc/PID/environ); a fork writes its own there.
+# The variable that marks the processes of a job. The starter reserves room for a mark in the environment that
+# the kernel shows (/proc/PID/environ); a fork writes its own mark there.
 MARK = "TTP_TEST_JOB"
 _NO_MARK = "0" * 32
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -109,7 +110,7 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 
 class _Fork(subprocess.Popen):  # type: ignore[type-arg]
-    """What torch takes for a new interpreter: the child of a starter, and then of this process."""
+    """A replacement for `subprocess.Popen` in torch: a child of the starter, then handed to this process."""
 
     starter: socket.socket
     gets_starter = False
@@ -128,7 +129,8 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
             "ends_with_asker": self.ends_with_asker,
         }
         descriptors = [
-            own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))
+            default if descriptor == -1 else descriptor
+            for default, descriptor in enumerate((pipes[0], pipes[3], pipes[5]))
         ]
         with self._one_at_a_time:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -143,18 +145,18 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class Warm(_Fork):
-    """Runs a command as `Popen` would, in a fork of the starter of this process.
+    """Runs a command as `Popen` would, in a fork of this process's starter.
 
     The command begins with the interpreter (then a script, `-m` and a module, or `-c` and code) or with the
-    path of a launcher; before that may stand `nsenter --net=PATH`.
+    path of a launcher. `nsenter --net=PATH` may precede it.
     """
 
-    # The end of a starter, as `waitpid` has it, and the connection to it.
+    # The starter's exit status as `waitpid` reports it, and the connection to the starter.
     _mother: tuple[Callable[[], int | None], socket.socket] | None = None
 
-    def __init__(self, command: list[str], **given: Any) -> None:
+    def __init__(self, command: list[str], **options: Any) -> None:
         self.starter = self._started()
-        super().__init__(command, **given)
+        super().__init__(command, **options)
 
     @classmethod
     def _started(cls) -> socket.socket:
@@ -181,13 +183,18 @@ class Warm(_Fork):
 
 
 class WithStarter(Warm):
-    """As `Warm`; the fork has a starter of its own, so that it need not start one for its own `Warm`."""
+    """A `Warm` whose fork gets a starter of its own, so that it need not start one for its own `Warm`."""
 
     gets_starter = True
 
 
 def inherit(starter: int, connection: socket.socket) -> None:
-    """Let `Warm` in this process use a starter that was forked for it: its pid, and the connection to it."""
+    """Let `Warm` in this process use a starter that was forked for it.
+
+    Args:
+        starter: its process id.
+        connection: the connection to it.
+    """
 
     def ended() -> int | None:
         return os.waitpid(starter, os.WNOHANG)[0] or None
@@ -195,10 +202,10 @@ def inherit(starter: int, connection: socket.socket) -> None:
     Warm._mother = ended, connection
 
 
-def run(command: list[str], *, timeout: float = 120, **given: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` that captures the output and does not check; in a fork of the starter."""
+def run(command: list[str], *, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fork of the starter, as `subprocess.run(..., capture_output=True)` does."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Warm(command, text=True, **{**pipes, **given}) as process:
+    with Warm(command, text=True, **{**pipes, **options}) as process:
         try:
             out, error = process.communicate(timeout=timeout)
         except BaseException:
@@ -207,13 +214,13 @@ def run(command: list[str], *, timeout: float = 120, **given: Any) -> subprocess
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
-def _send(connection: socket.socket, what: Any) -> None:
-    words = json.dumps(what).encode()
-    connection.sendall(len(words).to_bytes(4, "big") + words)
+def _send(connection: socket.socket, message: Any) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(len(data).to_bytes(4, "big") + data)
 
 
 def _receive(connection: socket.socket) -> Any:
-    """What comes next. Raises EOFError when the other side has gone."""
+    """Return the next message. Raises EOFError when the peer has closed the connection."""
     with connection.makefile("rb", buffering=0) as stream:
         length = int.from_bytes(_exactly(stream, 4), "big")
         return json.loads(_exactly(stream, length))
@@ -230,39 +237,41 @@ def _exactly(stream: Any, count: int) -> bytes:
 
 
 def _serve(connection: socket.socket) -> Callable[[], None]:
-    """The starter's life. Returns in a fork: what it is to do."""
+    """Serve requests as a starter. Returns only in a fork: the function that the fork must call."""
     parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
-    os.setsid()  # Ctrl-C is not for it
+    os.setsid()  # Ctrl-C must not end the starter
     while True:
         try:
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
             request = _receive(connection)
         except (EOFError, ConnectionError):
             os._exit(0)
-        told, tell = os.pipe()
-        wait, go = os.pipe()
+        pid_reader, pid_writer = os.pipe()
+        go_reader, go_writer = os.pipe()
         middle = os.fork()
         if middle == 0:
             if os.fork() == 0:
                 connection.close()
-                os.close(go)
-                os.write(tell, str(os.getpid()).encode())
-                os.read(wait, 1)  # its end: now the one that asked is the parent
-                for end in (told, tell, wait):
+                os.close(go_writer)
+                os.write(pid_writer, str(os.getpid()).encode())
+                os.read(
+                    go_reader, 1
+                )  # returns when the starter closes its end: this process has been handed over by then
+                for end in (pid_reader, pid_writer, go_reader):
                     os.close(end)
                 return _born(request, descriptors)
             os._exit(0)
         os.waitpid(middle, 0)
-        _send(connection, int(os.read(told, 32)))
-        for end in (told, tell, wait, go, *descriptors):
+        _send(connection, int(os.read(pid_reader, 32)))
+        for end in (pid_reader, pid_writer, go_reader, go_writer, *descriptors):
             os.close(end)
 
 
 def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], None]:
-    """Become the process that was asked for. Returns what it is to do."""
+    """Become the requested process. Returns the function that it must call."""
     os.setsid()
     if request["ends_with_asker"]:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -275,7 +284,7 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     os.environ.update(environment)
     mark = environment.get(MARK, _NO_MARK)
     _show(mark)
-    # Named semaphores (/dev/shm/sem.*) then tell whose they are.
+    # The names of semaphores (/dev/shm/sem.*) then contain the job's mark.
     multiprocessing.current_process()._config["semprefix"] = f"/mp-{mark}"  # type: ignore[attr-defined]
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     with contextlib.suppress(ModuleNotFoundError):
@@ -284,7 +293,7 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     tempfile.tempdir = None
     if "MALLOC_PERTURB_" in environment:
         _libc.mallopt(_M_PERTURB, int(environment["MALLOC_PERTURB_"]))
-    jit = sys.modules["torch"].jit._state  # the starter's torch has read PYTORCH_JIT in another environment
+    jit = sys.modules["torch"].jit._state  # the starter's torch read PYTORCH_JIT in the starter's environment
     jit._enabled.enabled = jit.EnabledProxy().enabled
     command = request["command"]
     if command[0] == "nsenter":
@@ -295,12 +304,14 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     name = Path(command[0]).name
     if name in LAUNCHERS:
         return _launcher(name, command)
-    words = command[2:] if command[1] == "-u" else command[1:]
+    arguments = command[2:] if command[1] == "-u" else command[1:]
     if request["gets_starter"]:
-        return _heir(lambda: _run(words))
-    if "--nproc-per-node" in words:  # a launcher by another name, or its module
-        return _with_a_starter(lambda: _run(words), plans=words[1].endswith(".ttp") or "--dry-run" in words)
-    return lambda: _run(words)
+        return _heir(lambda: _run(arguments))
+    if "--nproc-per-node" in arguments:  # a launcher with another file name, or run as a module
+        return _with_a_starter(
+            lambda: _run(arguments), plans=arguments[1].endswith(".ttp") or "--dry-run" in arguments
+        )
+    return lambda: _run(arguments)
 
 
 def _show(mark: str) -> None:
@@ -312,22 +323,22 @@ def _show(mark: str) -> None:
         ctypes.memmove(start + at + len(MARK) + 1, mark.encode(), len(mark))
 
 
-def _run(words: list[str]) -> None:
-    """As `python` with these words would."""
-    sys.orig_argv = [sys.executable, "-u", *words]
-    if words[0] == "-m":
-        sys.argv = words[1:]
+def _run(arguments: list[str]) -> None:
+    """Run a script, module or code as `python` does with these arguments."""
+    sys.orig_argv = [sys.executable, "-u", *arguments]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
         sys.path[0] = ""
         main = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(words[1], "<string>", "exec"), vars(main))
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
     else:
-        sys.argv = words
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _launcher(name: str, command: list[str]) -> Callable[[], None]:
@@ -340,28 +351,28 @@ def _launcher(name: str, command: list[str]) -> Callable[[], None]:
 
 
 def _modules_of_frames_are_found_quickly() -> None:
-    """Let `inspect.getmodule` find the module of a frame by its name.
+    """Make `inspect.getmodule` of a frame a look-up by name.
 
-    The framework asks for it several times in each step, and Python looks through all modules for it.
+    The framework calls it several times in each step, and Python's own searches all modules.
     """
-    found = inspect.getmodule
+    original = inspect.getmodule
 
     def getmodule(of: Any, _filename: str | None = None) -> ModuleType | None:
         if inspect.isframe(of):
             module = sys.modules.get(of.f_globals.get("__name__", ""))
             if module is not None and vars(module) is of.f_globals:
                 return module
-        return found(of, _filename)
+        return original(of, _filename)
 
     inspect.getmodule = getmodule
 
 
 def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable[[], None]:
-    """Fork a starter for the workers of a launcher. Returns in the launcher, and in each worker.
+    """Fork a starter for a launcher's workers. Returns in the launcher, and in each worker.
 
     Args:
-        act: the launcher's life.
-        plans: it starts no worker, but one process that asks the framework what a job would be.
+        act: runs the launcher.
+        plans: the launcher starts no workers, but one process that asks the framework about a job.
     """
     multiprocessing.util.spawnv_passfds = _spawned  # type: ignore[assignment]
     starter, ours = _forked_starter()
@@ -383,37 +394,37 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
 
 
 def _let_spares_be_forks(spare_pool: ModuleType) -> None:
-    """As the workers whose places they take."""
+    """Make spare processes forks of the starter, like the workers that they replace."""
     vars(spare_pool)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
 
 
-def _spawned(path: bytes, words: list[str], kept: Sequence[int]) -> int:
-    """Start a process of multiprocessing's kind `spawn`, in a worker; as `spawnv_passfds` does.
+def _spawned(path: bytes, arguments: list[str], kept: Sequence[int]) -> int:
+    """Start a process of multiprocessing's start method `spawn`, as `spawnv_passfds` does.
 
-    It is a fork of the worker with what a new interpreter would have: only these descriptors, no handlers of
-    signals. The framework starts a process in this way on each rank that saves in the format torch_dist, and
-    sends it what torch has written: two CPU seconds to import torch.
+    The process is a fork of the worker, with the properties of a new interpreter: only the given descriptors,
+    and no signal handlers. Each rank that saves in the format torch_dist starts such a process and sends it
+    tensors, for which a new interpreter would import torch in two CPU seconds.
     """
-    if words[-1] != "--multiprocessing-fork":  # what tracks semaphores, and imports nothing
-        return _spawn(path, words, kept)
+    if arguments[-1] != "--multiprocessing-fork":  # the semaphore tracker, which imports nothing
+        return _spawn(path, arguments, kept)
     child = os.fork()
     if child:
         return child
     try:
-        gc.freeze()  # what the worker has is no garbage here
+        gc.freeze()  # the worker's objects are no garbage here
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        # Not closed: whoever has a descriptor that is not its own any more may close it later.
+        devnull = os.open(os.devnull, os.O_RDWR)
+        # Replaced, not closed: an object that still holds the number might close a new file with it later.
         for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             if descriptor > 2 and descriptor not in kept:
-                with contextlib.suppress(OSError):  # that of the list itself
-                    os.dup2(nowhere, descriptor, inheritable=False)
-        sys.argv = ["-c", words[-1]]
-        exec(words[-2], {})
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                    os.dup2(devnull, descriptor, inheritable=False)
+        sys.argv = ["-c", arguments[-1]]
+        exec(arguments[-2], {})
     except SystemExit as end:
         status = end.code
     except BaseException:
@@ -442,7 +453,7 @@ def _heir(act: Callable[[], None]) -> Callable[[], None]:
 
 
 def _warns_as_an_interpreter() -> None:
-    """Undo what the starter's PYTHONWARNINGS has set."""
+    """Restore the warning filters of a new interpreter, which the starter's PYTHONWARNINGS has changed."""
     sys.warnoptions.clear()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -450,7 +461,11 @@ def _warns_as_an_interpreter() -> None:
 
 
 def _forked_starter() -> tuple[int, socket.socket]:
-    """Fork; return the pid of the starter, or 0 in it, and the connection between both."""
+    """Fork a starter.
+
+    Returns:
+        The starter's process id (0 in the starter), and the connection between both.
+    """
     ours, theirs = socket.socketpair()
     starter = os.fork()
     mine, other = (theirs, ours) if starter == 0 else (ours, theirs)
@@ -459,10 +474,12 @@ def _forked_starter() -> tuple[int, socket.socket]:
 
 
 def _imports_of_megatron_lm() -> None:
-    """Import what launchers and workers do, besides `PRELOADED`; in a process that ends then."""
+    """Import the modules of launchers and workers beyond `PRELOADED`; called in a process that ends
+    afterwards.
+    """
     sys.path.insert(0, str(ROOT))
     importlib.import_module("tests.faults.hooks")  # Megatron-LM has a package `tests`, too
-    sys.path.insert(0, str(MEGATRON_LM.resolve()))  # as the script has it, which `record.py` runs
+    sys.path.insert(0, str(MEGATRON_LM.resolve()))  # as for the script that `record.py` runs
     for module in ("cli.ttprun", "agent.node", "agent.worker_main", "spares.spare_imports"):
         importlib.import_module(f"adaptor.launchers.{module}")
     importlib.import_module("adaptor.worker.runtime")
@@ -470,14 +487,14 @@ def _imports_of_megatron_lm() -> None:
     importlib.import_module("adaptor.patches").load("ttp")
     importlib.import_module("adaptor.patching").arm("ttp")
     importlib.import_module("pretrain_gpt")
-    for package in ("checkpoint", "host_copy", "online", "worker"):  # what a worker imports when it needs it
+    for package in ("checkpoint", "host_copy", "online", "worker"):  # modules that a worker imports late
         folder = importlib.import_module(f"adaptor.{package}")
-        for found in pkgutil.iter_modules(folder.__path__, f"adaptor.{package}."):
-            importlib.import_module(found.name)
+        for submodule in pkgutil.iter_modules(folder.__path__, f"adaptor.{package}."):
+            importlib.import_module(submodule.name)
 
 
 def _imports_of_megatron_core() -> None:
-    """As `_imports_of_megatron_lm`, for the script that uses megatron-core as a library."""
+    """Import the modules of the script that uses megatron-core as a library; see the function above."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/frameworks"), str(MEGATRON_CORE)]
     importlib.import_module("adaptor.devices").activate("cpu")
     importlib.import_module("train_core")
@@ -501,19 +518,19 @@ def main() -> Callable[[], None]:
 
 
 def _keep_the_operators() -> None:
-    """Let no fork take out of torch's tables, when it ends, what torch's modules have registered there.
+    """Do not unregister torch's operators at the end of a fork.
 
-    It is most of what a process does that does nothing else.
+    To unregister them would take most of the time of a process that does nothing else.
     """
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        each.atexit = False
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _take_huge_pages() -> None:
-    """Have the kernel put the memory that all forks share into huge pages, where it can.
+    """Ask the kernel to put the memory that all forks share into huge pages.
 
     A fork copies an entry for each page, and its end counts each of them down: a quarter of a gigabyte in
-    small pages is 30 ms of CPU time for each process.
+    small pages costs 30 ms of CPU time for each process.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, access, _, _, inode, *name = line.split(maxsplit=5)
@@ -523,11 +540,11 @@ def _take_huge_pages() -> None:
 
 
 def leave(status: object) -> NoReturn:
-    """End this process as the interpreter does after `sys.exit(status)`, without taking itself apart.
+    """End this process as the interpreter does after `sys.exit(status)`, without destroying its objects.
 
-    Threads are joined, what was registered for the end is run, and the streams are flushed. What is left
-    out is the removal of every module and object: in a fork it copies every page that is shared, a third of
-    a CPU second for each process. An interpreter of its own does it, which is what tests marked `cold` start.
+    Threads are joined, exit functions are called, and the streams are flushed. Modules and objects are not
+    destroyed: in a fork that would copy every shared page, a third of a CPU second for each process. Tests
+    marked `cold` start new interpreters, which do destroy them.
     """
     code = 0 if status is None else status
     if not isinstance(code, int):
@@ -542,7 +559,7 @@ def leave(status: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # Nothing of this module is on the stack of what runs, besides this line.
+    # Only this line of the module is on the stack of the process.
     act = main()
     try:
         act()

@@ -71,7 +71,7 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
         ["rank=1,step=4,phase=backward,kind=agent-sigkill"],
         nodes=2,
         spares=2,
-        spares_die=True,
+        first_spare_dies=True,
         network=network,
         environment=PLAIN,
     )

@@ -17,7 +17,7 @@ import pytest
 from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
-from tests.faults import harness, namespaces, outcome, told, warm
+from tests.faults import harness, log_lines, namespaces, outcome, warm
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
 
@@ -37,7 +37,7 @@ def lose_a_node(
 ) -> Ended:
     """Run a job of one rank on each of `nodes`, of which one is lost in step 4, by default the last one."""
     faults = [f"rank={nodes - 1 if lost is None else lost},step=4,phase=backward,kind=agent-sigkill"]
-    return run(tmp_path, nodes, *extra, tp=tp, fewest=nodes - 1, restarts=1, faults=faults, **more)
+    return run(tmp_path, nodes, *extra, tp=tp, min_nodes=nodes - 1, restarts=1, faults=faults, **more)
 
 
 def undisturbed(
@@ -108,7 +108,7 @@ def test_node_0_less(tmp_path: Path) -> None:
 def test_node_0_comes_back(tmp_path: Path) -> None:
     """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
     faults = ["rank=0,step=4,phase=backward,kind=agent-sigkill"]
-    ended = run(tmp_path, 2, *BATCH, fewest=2, returns=(0,), restarts=1, faults=faults)
+    ended = run(tmp_path, 2, *BATCH, min_nodes=2, returning_nodes=(0,), restarts=1, faults=faults)
     assert ended.codes == (137, 0, 0), ended.log[-3000:]
     assert ": this node asks to be taken in there" in ended.logs[2]
     assert "restart 1 of 1: from step 3, 0 steps lost" in ended.logs[1]
@@ -126,7 +126,7 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
             tmp_path,
             2,
             *BATCH,
-            fewest=1,
+            min_nodes=1,
             restarts=1,
             network=network,
             environment={"TTP_TLS": "plain"},
@@ -146,7 +146,7 @@ def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> No
     ended = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
     assert set(ended.codes) == {137}, ended.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 3)
-    (line,) = {told.last_line(log) for log in ended.logs if "cannot be divided" in log}
+    (line,) = {log_lines.last_line(log) for log in ended.logs if "cannot be divided" in log}
     assert line == (
         "[ttp] node 2 is lost; step 3 is saved, no finished step is lost; not started again: 2 nodes: the"
         " data-parallel size is 2, and --global-batch-size 9 cannot be divided by 2 times --micro-batch-size"
@@ -179,8 +179,8 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
         tmp_path,
         2,
         *BATCH,
-        fewest=1,
-        later=1,
+        min_nodes=1,
+        late_nodes=1,
         addresses=("127.0.0.2", "127.0.0.1"),
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
@@ -199,8 +199,8 @@ def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
         tmp_path,
         3,
         *BATCH,
-        fewest=2,
-        later=1,
+        min_nodes=2,
+        late_nodes=1,
         restarts=1,
         addresses=("127.0.0.2", "127.0.0.3", "127.0.0.1"),
         options=["--ttp-online", "0"],
@@ -223,7 +223,7 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
     """The last line has the command that makes a checkpoint which does, and the framework goes on from it."""
     ended = lose_a_node(tmp_path, 4, *BATCH, tp=2)
     assert set(ended.codes) == {137}, ended.log[-3000:]
-    (line,) = {told.last_line(log) for log in ended.logs if "adaptor transform" in log}
+    (line,) = {log_lines.last_line(log) for log in ended.logs if "adaptor transform" in log}
     assert "; not started again: 3 nodes with 3 ranks: the model (tensor times pipeline times context" in line
     assert " takes 2, of which 3 is no multiple; start 4 nodes, or run `python -m adaptor transform" in line
     sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
@@ -286,8 +286,8 @@ def test_a_model_takes_its_own_sizes_again(tmp_path: Path) -> None:
         4,
         *extra,
         tp=2,
-        fewest=3,
-        later=1,
+        min_nodes=3,
+        late_nodes=1,
         options=["--ttp-reshape", "tp=1,pp=1"],
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )

@@ -12,7 +12,7 @@ import pytest
 
 from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
-from tests.faults import harness, told
+from tests.faults import harness, log_lines
 from tests.faults.harness import EXPERTS, ITERATIONS, VPP2_DP2, Ended, Job, Layout
 from tests.faults.same import differences
 from tests.integration.test_other_sizes import BATCH, assert_same
@@ -43,7 +43,7 @@ def _loses_a_node_of_four(tmp_path: Path, layout: Layout) -> Ended:
         layout,
         save=tmp_path / "save",
         nodes=4,
-        fewest=3,
+        min_nodes=3,
         restarts=1,
         options=["--ttp-reshape", "auto"],
         faults=["rank=3,step=4,phase=backward,kind=agent-sigkill"],
@@ -98,7 +98,7 @@ def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None
     ended = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
     assert set(ended.codes) == {137}, ended.log[-3000:]
     save = tmp_path / "save"
-    (line,) = {told.last_line(log) for log in ended.logs if "not started again" in log}
+    (line,) = {log_lines.last_line(log) for log in ended.logs if "not started again" in log}
     assert line == (
         "[ttp] node 3 is lost; step 3 is saved, no finished step is lost; not started again: TTP_RESHAPE is"
         " auto, and in no tensor and pipeline parallel sizes 3 ranks can train this model with this batch:"

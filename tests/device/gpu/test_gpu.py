@@ -162,7 +162,7 @@ def test_a_device_breaks(what: str, device: str, trained: dict[str, BaselineOf],
         DP2_MIRROR,
         device,
         tmp_path,
-        breaks=("1", "7", what),
+        device_fault=("1", "7", what),
         options=["--ttp-hang", str(HANG_S)],
     )
     baseline = trained[device](on(DP2_MIRROR, device))

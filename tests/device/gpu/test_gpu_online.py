@@ -61,7 +61,9 @@ def test_a_rank_whose_device_has_failed_is_replaced(
     device: str, trained: dict[str, BaselineOf], tmp_path: Path
 ) -> None:
     layout = on(DP2, device)
-    job = online(tmp_path, layout, [], device=device, environment=DETERMINISTIC, breaks=("1", "5", "failed"))
+    job = online(
+        tmp_path, layout, [], device=device, environment=DETERMINISTIC, device_fault=("1", "5", "failed")
+    )
     ended = trains_on(job, trained[device](layout))
     assert re.search(r"rank 1 .*replaced by pid \d+", ended.log), ended.said
     print("", *(line for line in ended.said if "training goes on" in line), sep="\n")

@@ -1,12 +1,12 @@
-"""The faults of this process: hooked in when this module is imported.
+"""Installs the hooks for the faults of this process when it is imported.
 
-A spare process imports what the workers have, in their order, and runs the script only when it has a rank.
-So the hooks are an import, too: set by the script they would come behind the modules that they are for, and
-what those have imported from each other by name would be without them. The faults stand behind `inject.py`
-in `sys.argv`, in a spare as in a worker.
+A spare process imports the modules of the workers in their order, and runs the script only when it has a
+rank. Hooks that the script installed would therefore come too late: modules that had imported each other's
+functions by name would hold the unhooked ones. So the hooks are installed by an import, too. The faults stand
+behind `inject.py` in `sys.argv`, in a spare as in a worker.
 
-This file has a folder of its own on `sys.path`: Megatron-LM has a package `tests`, too, and a spare would
-find that one.
+This file has a folder of its own on `sys.path`: Megatron-LM has a package `tests` as well, which a spare
+would import instead.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args(sys.argv[at + 1 :])
 
 
-given = _parse()
-injector = Injector(given.fault, given.stamp)
+options = _parse()
+injector = Injector(options.fault, options.stamp)
 hooks.install(injector)
