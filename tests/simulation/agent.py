@@ -1,6 +1,6 @@
 """A simulated agent: `agent.node` and `agent.worker_processes` without processes and sockets.
 
-It reads real boards, and what it takes for a hang is decided by the real `HangDetector`.
+It reads real boards, and detects hangs with the real `HangDetector`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,14 @@ if TYPE_CHECKING:
 
 
 class Agent(Follower):
-    """One node's; its ranks' boards outlive them.
+    """The agent of one node; the boards of its ranks outlive the workers.
 
-    place      that it takes while others train, as a spare node; None: it is there from the start
-    workers    its processes, by rank, the newest ones
-    has_begun  it has started its workers
+    Attributes:
+        place: the place that it takes while others train, as a spare node; None: a node from the start.
+        workers: the newest process of each rank.
+        has_begun: whether it has started its workers.
+        left: whether torch has ended the workers, after the agent was asked to end.
+        controlled: whether it has always had a controller.
     """
 
     def __init__(self, world: World, node: int, machine: int, place: TakePlace | None = None) -> None:
@@ -69,16 +72,16 @@ class Agent(Follower):
         self.living = set(self.ranks) if place is None else set()
         self.verdict: Verdict | None = None
         self.settled = False
-        self.left = False  # torch has ended the workers, after somebody wanted this agent to end
+        self.left = False
         before = world.before.machines.get(machine) if world.before is not None and place is None else None
         tasks = before.folder_tasks if before is not None and before.folder_tasks.alive else None
         self.folder_tasks = SaveFolderTasks(world, node, machine, tasks)
-        self.controlled = True  # it has not been left to itself
+        self.controlled = True
         self._met = False
-        self._early: list[Worker] = []  # they wait to be started
+        self._early: list[Worker] = []  # workers that wait to be started
         self._dismissed = False
         self._silent = False
-        self._started = 0  # processes in the place of others
+        self._started = 0  # replacement processes
 
     def begin(self) -> None:
         if self.node:
@@ -88,14 +91,14 @@ class Agent(Follower):
 
     def _join(self) -> Body[None]:
         """Connect to the controller, as `agent_connections.connect` does."""
-        network, there = self.world.network, self.world.agents[0].machine
-        until = self.clock.now + CONNECT_TIMEOUT_S
-        while network.apart(self.machine, there) or there in network.closed:
-            if self.clock.now >= until:
+        network, controller_machine = self.world.network, self.world.agents[0].machine
+        deadline = self.clock.now + CONNECT_TIMEOUT_S
+        while network.apart(self.machine, controller_machine) or controller_machine in network.closed:
+            if self.clock.now >= deadline:
                 self.world.faults.cannot_start(self)
                 return
             yield 0.5
-        self.connection = network.join(self, there)
+        self.connection = network.join(self, controller_machine)
         self._enter()
 
     def _enter(self) -> None:
@@ -122,10 +125,10 @@ class Agent(Follower):
             worker.do(worker.start)
 
     def _begin_newcomers(self) -> None:
-        """Start the workers of a spare node; nobody has ordered it."""
+        """Start the workers of a spare node without an order."""
         self.has_begun = True
         if self.verdict is not None or self._silent:
-            return  # real ones are started and ended again
+            return  # real workers would be started and ended again
         for rank in self.ranks:
             worker = self._start_newcomer(rank)
             worker.later(self.world.random.uniform(0.05, 0.5), worker.start)
@@ -138,7 +141,7 @@ class Agent(Follower):
         return worker
 
     def lose_absent(self) -> None:
-        """Tell the controller which spare nodes with a place have ended before their agents came to it."""
+        """Report spare nodes that got a place, but ended before their agents connected."""
         if self.world.gate is not None and self.controller_host is not None and self.has_begun:
             for hello in list(self.world.gate.gone.values()):
                 self.controller_host.lose_absent(hello)
@@ -159,17 +162,17 @@ class Agent(Follower):
 
     # workers
 
-    def hear(self, worker: Worker, message: FromWorker) -> None:
+    def receive_from_worker(self, worker: Worker, message: FromWorker) -> None:
         if not self.alive or self.workers[worker.rank] is not worker:
             return
         if isinstance(message, Hello):
-            worker.hellos = message.rank in self.living
-        if worker.hellos:
+            worker.is_known = message.rank in self.living
+        if worker.is_known:
             self._up(message)
 
     def see_dying(self, worker: Worker) -> None:
         board = self.boards.read(worker.rank)
-        if worker.hellos and worker.rank in self.living and board.phase != Phase.ENDED:
+        if worker.is_known and worker.rank in self.living and board.phase != Phase.ENDED:
             self._up(Dying(worker.rank, 0.0, board))
 
     def see_dead(self, worker: Worker, status: int) -> None:
@@ -181,13 +184,13 @@ class Agent(Follower):
     def _watch_boards(self) -> Body[None]:
         last = 0
         stillness = HangDetector(self.node, self.world.hang_s)
-        while True:  # its node stands still when all of its workers have ended, and others may hang
+        while True:  # also after its workers have ended: ranks of other nodes may hang
             yield PROGRESS_S
             boards = [self.boards.read(rank) for rank in sorted(self.living)]
-            said = stillness.look(boards, self.clock.now)
-            if said is not None:
-                self._up(said)
-            total = sum(board.progress for board in boards) + self.folder_tasks.moved
+            report = stillness.look(boards, self.clock.now)
+            if report is not None:
+                self._up(report)
+            total = sum(board.progress for board in boards) + self.folder_tasks.progress
             if total != last:
                 last = total
                 self._up(Progress(self.node, total))
@@ -198,8 +201,8 @@ class Agent(Follower):
         match order:
             case Addressed(rank=rank, message=message):
                 worker = self.workers.get(rank)
-                if worker is not None and worker.hellos:
-                    worker.hears.send(message)
+                if worker is not None and worker.is_known:
+                    worker.from_agent.send(message)
             case Replace():
                 self.thread(self._replace(order))
             case FillPlaces():
@@ -263,12 +266,18 @@ class Agent(Follower):
     def on_controller_unreachable(self) -> None:
         self._judge("the controller's node is lost")
 
-    def _judge(self, what: str) -> None:
+    def _judge(self, reason: str) -> None:
         self.controlled = False
         if self.verdict is None:
             self.obey(
                 Verdict(
-                    incident=0, outcome="lost", step=-1, line=what, cause_rank=-1, exit_code=1, save_folder=""
+                    incident=0,
+                    outcome="lost",
+                    step=-1,
+                    line=reason,
+                    cause_rank=-1,
+                    exit_code=1,
+                    save_folder="",
                 )
             )
 
@@ -286,8 +295,8 @@ class Agent(Follower):
         yield from self._until_gone(EXIT_GRACE_S)
         for rank in sorted(self.living):
             self.world.end(self.workers[rank], -9)
-        over = self.clock.now + SHUTDOWN_GRACE_S
-        while self.clock.now < over and (
+        deadline = self.clock.now + SHUTDOWN_GRACE_S
+        while self.clock.now < deadline and (
             self.living
             or (
                 self.controller_host is not None
@@ -302,35 +311,35 @@ class Agent(Follower):
             and self.verdict.save_folder
         ):
             self.folder_tasks.clean(self.node)
-            over = self.clock.now + CLEAN_S
-            while self.folder_tasks.busy and self.clock.now < over:
+            deadline = self.clock.now + CLEAN_S
+            while self.folder_tasks.busy and self.clock.now < deadline:
                 yield 0.1
         self.settled = True
 
     def _until_gone(self, seconds: float) -> Body[None]:
-        over = self.clock.now + seconds
-        while self.living and self.clock.now < over:
+        deadline = self.clock.now + seconds
+        while self.living and self.clock.now < deadline:
             yield 0.1
 
     # torch's side
 
     def nodes_wait(self) -> None:
-        """Ask for the save behind which one more node is taken in."""
+        """Request the save after which another node joins the job."""
         self._up(NodesWaiting(self.node, 1))
 
     def leave(self, grace_s: float) -> None:
-        """SIGTERM to `ttprun`."""
+        """Receive SIGTERM, as `ttprun` does."""
         self._up(AgentTerminationRequested(self.node, "SIGTERM"))
         self.thread(self._leave(grace_s))
 
     def _leave(self, grace_s: float) -> Body[None]:
-        over = self.clock.now + grace_s
-        while not self.settled and self.clock.now < over:
+        deadline = self.clock.now + grace_s
+        while not self.settled and self.clock.now < deadline:
             yield 0.1
         self._silent = True
         for rank in sorted(self.living):
-            self.world.faults.hurt[rank] = "its time is over"
-            self.world.faults.by.setdefault(rank, "told")  # its node leaves, saved or not
+            self.world.faults.unsound[rank] = "its time is over"
+            self.world.faults.causes.setdefault(rank, "told")  # its node leaves, whether saved or not
             self.workers[rank].sigterm()
         yield from self._until_gone(30.0)
         for rank in sorted(self.living):

@@ -1,8 +1,8 @@
 """Simulated time, connections, and code that waits.
 
-Real code that would block is parked: its condition variable raises `Parked`, and it is called again from its
-beginning when something has changed. That needs calls which may be repeated up to the place where they wait,
-and all of them are (`Session.before_update`, `freeze`, `bring_to`; `Door.enter`).
+Real code that would block is parked: its condition variable raises `Parked`, and the code is called again
+from its beginning when something has changed. Therefore a call must be repeatable up to the place where it
+waits, which holds for all of them (`Session.before_update`, `freeze`, `bring_to`; `Door.enter`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 class Clock:
-    """What is to happen, in the order of its time, then in the order in which it was planned."""
+    """Planned events, ordered by time and then by the order of planning."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._plans: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._planned = 0
 
-    def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, act: Callable[..., None], *args: Any) -> None:
         self._planned += 1
-        heapq.heappush(self._plans, (when, self._planned, act, args))
+        heapq.heappush(self._plans, (time, self._planned, act, args))
 
     def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
         self._planned += 1
         heapq.heappush(self._plans, (self.now + seconds, self._planned, act, args))
 
     def step(self) -> bool:
-        """Let the next thing happen; False where there is none."""
+        """Let the next event happen; return False if there is none."""
         if not self._plans:
             return False
         self.now, _, act, args = heapq.heappop(self._plans)
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Link:
-    """One direction of a connection: messages arrive in their order, each after a delay, until it is cut."""
+    """One direction of a connection: delivers messages in order, each after a delay, until it is cut."""
 
     def __init__(self, clock: Clock, delay: Callable[[], float], arrive: Callable[[Any], None]) -> None:
         self._clock = clock
@@ -54,11 +54,11 @@ class Link:
         self._clock.at(self._last, self._deliver, message)
 
     def stall(self, seconds: float) -> None:
-        """Nothing arrives for so long: packets are lost and sent again."""
+        """Deliver nothing for some seconds: packets are lost and sent again."""
         self._last = max(self._last, self._clock.now + seconds)
 
     def cut(self) -> None:
-        """What is on its way is lost, too."""
+        """Deliver nothing any more, not even messages on their way."""
         self._open = False
 
     def _deliver(self, message: Any) -> None:
@@ -67,17 +67,18 @@ class Link:
 
 
 class Parked(BaseException):
-    """Code has come to where it would wait, for at most `timeout_s`; `except Exception` lets it out."""
+    """Raised where code would wait, for at most `timeout_s`; `except Exception` does not catch it."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self.timeout_s = timeout_s
 
 
 class Condition:
-    """Stands in for the `threading.Condition` of a real door; `changed` runs who is parked again.
+    """Stands in for the `threading.Condition` of a real door; `changed` continues parked threads.
 
-    expired  the time of the caller is over
-    again    the caller does again what it has done before: that changes nothing
+    Attributes:
+        expired: whether the caller's time is over.
+        again: whether the caller repeats earlier calls, which change nothing.
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
@@ -104,13 +105,13 @@ class Condition:
         return done()
 
 
-# What a simulated thread waits for: so many seconds, or, where it is None, that something changes.
+# What a simulated thread waits for: a number of seconds, or None: until something changes.
 Wait = float | None
 Body = Generator[Wait, None, T]
 
 
 class Process:
-    """Whatever has threads, and may be stopped, continued and ended: a worker, or an agent."""
+    """A process with threads that can be stopped, continued and ended: a worker or an agent."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -121,7 +122,7 @@ class Process:
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def later(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        """In this process, if it is alive then; when it is stopped, once it goes on."""
+        """Call `act` in this process after some seconds: only if it is alive, and once it is not stopped."""
         self.clock.after(seconds, self.do, act, *args)
 
     def do(self, act: Callable[..., None], *args: Any) -> None:
@@ -152,7 +153,7 @@ class Process:
             self.later(0.0, self.thread, body)
 
     def through(self, act: Callable[[], T]) -> Body[T]:
-        """Call `act` again and again until it does not wait, or its time is over."""
+        """Call `act` repeatedly until it does not wait any more, or its time is over."""
         deadline: float | None = None
         again = False
         while True:

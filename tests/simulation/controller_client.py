@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class Follower(Process):
-    """Follows one controller after the other, or has one.
+    """An agent's side of control: follows one controller after the other, or hosts one.
 
-    hub         with the controller, where this agent has one
-    connection  the way to the controller of another node
-    resting     nobody minds any longer if the controller is lost
+    Attributes:
+        controller_host: the host of the controller, if it is on this agent.
+        connection: the connection to the controller on another node.
+        resting: whether the loss of the controller does not matter any more.
     """
 
     def __init__(self, world: World, node: int, machine: int) -> None:
@@ -32,18 +33,18 @@ class Follower(Process):
         self.connection: Connection | None = None
         self.succession = Succession(node, len(set(world.job.nodes)))
         self._my_turn = False
-        self._silent_since = -1.0  # no word from a listener that was reached
+        self._silent_since = -1.0  # since when a connected listener has not answered
         self._waiting: list[tuple[Connection, FromAgent | Lost]] = []
 
     def obey(self, order: ControllerToAgent) -> None:
         raise NotImplementedError
 
     def meet(self) -> None:
-        """It knows the way, or will not learn it: workers may start."""
+        """Let workers start: the agent knows the standby endpoints, or will not learn them."""
         raise NotImplementedError
 
     def on_controller_unreachable(self) -> None:
-        """There is no controller any more."""
+        """Act on the loss of the last controller."""
         raise NotImplementedError
 
     @property
@@ -55,14 +56,14 @@ class Follower(Process):
         self._say(message)
 
     def say_first(self, hello: AgentHello) -> None:
-        """Before what was said too early, of workers that ended before they began."""
+        """Send the hello, then messages about workers that ended before their agent began."""
         early, self.succession.said = self.succession.said, []
         for message in (hello, *early):
             self.say(message)
 
     def _say(self, message: FromAgent) -> None:
         if self.controller_host is not None:
-            self.controller_host.hear(self.node, message)
+            self.controller_host.receive(self.node, message)
         elif self.connection is not None:
             self.connection.up.send(message)
 
@@ -72,7 +73,7 @@ class Follower(Process):
         return self.controller_host
 
     def at_the_gate(self, connection: Connection, message: FromAgent | Lost) -> None:
-        """Of an agent of another node; it waits until it is this node's turn."""
+        """Receive a message of another node's agent; it waits until this node is the controller's."""
         if not self._my_turn:
             self._waiting.append((connection, message))
         elif self.controller_host is None:
@@ -81,21 +82,21 @@ class Follower(Process):
         elif isinstance(message, Lost):
             self.controller_host.lose(connection.node, connection)
         else:
-            self.controller_host.hear(connection.node, message, connection)
+            self.controller_host.receive(connection.node, message, connection)
 
-    def told(self, connection: Connection, order: ControllerToAgent | Lost) -> None:
+    def receive(self, connection: Connection, order: ControllerToAgent | Lost) -> None:
         if connection is not self.connection:
             return
         if not isinstance(order, Lost):
             self._silent_since = -1.0
-            self.heard(order)
+            self.accept(order)
             return
         self.connection = None
         self.meet()
         if not self.resting:
             self.thread(self._next())
 
-    def heard(self, order: ControllerToAgent) -> None:
+    def accept(self, order: ControllerToAgent) -> None:
         if self.succession.accept(order):
             self.obey(order)
         if self.succession.knows_standby_endpoints:
@@ -107,19 +108,19 @@ class Follower(Process):
                 self._take_the_place()
                 return
             assert self.succession.endpoint is not None
-            found = yield from self.world.network.reach(self, self.succession.endpoint.port)
-            if found is not None and not self.resting:
-                self.connection = found
+            connection = yield from self.world.network.reach(self, self.succession.endpoint.port)
+            if connection is not None and not self.resting:
+                self.connection = connection
                 self._silent_since = self.clock.now
                 self.say_again()
-                self.later(PATIENCE_S, self._lose_patience, found)
+                self.later(PATIENCE_S, self._lose_patience, connection)
                 return
         self.on_controller_unreachable()
 
     def _lose_patience(self, connection: Connection) -> None:
         if connection is self.connection and self._silent_since >= 0:
             connection.up.send(Lost())
-            self.told(connection, Lost())
+            self.receive(connection, Lost())
 
     def _take_the_place(self) -> None:
         if self.succession.verdict is None:

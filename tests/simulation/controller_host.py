@@ -1,4 +1,4 @@
-"""A simulated `ControllerHost`: without sockets, around the real controller of one term."""
+"""A simulated `ControllerHost` without sockets, around the real controller of one term."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 class ControllerHost:
-    """In `agent`; `here` are the nodes that have come, and how they are told things.
+    """A controller in `agent`; the real `AgentRegistry` decides which messages are accepted.
 
-    Who may say what is decided by the real `AgentRegistry`.
+    Attributes:
+        connections: by node, the connection of each present node; None: this node's own agent.
     """
 
     def __init__(self, agent: Follower) -> None:
@@ -44,14 +45,14 @@ class ControllerHost:
         self.replicator = StandbyReplicator() if self.term == 0 else None
         members = self.controller.membership
         self.registry = AgentRegistry(len(world.job.nodes), len(world.agents), members.lost, members.expected)
-        self.here: dict[int, Connection | None] = {}
-        self._served: set[Connection | None] = set()  # whose hello was accepted, and which have not ended
+        self.connections: dict[int, Connection | None] = {}
+        self._served: set[Connection | None] = set()  # open connections whose hello was accepted
         self.left = False
         self.watch = Watch(world, self)
         self._ticking = False
 
     def succeed(self) -> None:
-        """Take the place of the controllers of earlier terms."""
+        """Take over from the controllers of earlier terms."""
         world, agent = self.world, self.agent
         world.tell(f"-- node {self.term} takes over")
         nodes = range(self.term, len(world.agents))
@@ -59,19 +60,19 @@ class ControllerHost:
         self.controller.succeed(agent.succession.standby_state, nodes, world.clock.now)
         agent.say_again()
         for node in range(self.term):
-            self._heard(AgentLost(node))
+            self._handle(AgentLost(node))
         world.faults.on_state("TAKING OVER")
 
     def leave(self) -> None:
-        """Its agent ends."""
+        """Notice that the agent of this host ends."""
         if self.controller.incident is None and self.controller.verdict is None:
-            for node in self.here:
+            for node in self.connections:
                 if node != self.term:
                     self.say(node, Dismissed())
         self.left = True
 
-    def hear(self, node: int, message: FromAgent, connection: Connection | None = None) -> None:
-        """`connection` is by which it came, None from this node's own agent."""
+    def receive(self, node: int, message: FromAgent, connection: Connection | None = None) -> None:
+        """Receive a message over `connection`, or from this node's own agent (None)."""
         if self.left or not (isinstance(message, AgentHello) or connection in self._served):
             return
         if reason := self.registry.rejection_reason(node, message):
@@ -82,39 +83,39 @@ class ControllerHost:
             return
         if isinstance(message, AgentHello):
             self._served.add(connection)
-            self.here[node] = connection
+            self.connections[node] = connection
             self.say(node, Welcome())
             if connection is not None:
                 self.world.moves_in(self.world.machines[connection.machine], self)
-        self._heard(message)
+        self._handle(message)
 
     def lose(self, node: int, connection: Connection) -> None:
-        """A connection has ended."""
+        """Notice that a connection has ended."""
         if connection in self._served:
             self._served.discard(connection)
             self._lose(node)
 
     def _lose(self, node: int) -> None:
-        self.here.pop(node, None)
-        self._heard(AgentLost(node))
+        self.connections.pop(node, None)
+        self._handle(AgentLost(node))
 
     def lose_absent(self, hello: AgentHello) -> None:
-        """As the real one."""
+        """Notice that a node ended before it connected, as the real host does."""
         if self.left:
             return
         if hello.node in self.controller.membership.expected:
             self._lose(hello.node)
         elif not self.registry.is_here(hello.node):
             assert not self.registry.rejection_reason(hello.node, hello)
-            self._heard(hello)
+            self._handle(hello)
             self._lose(hello.node)
 
-    def _heard(self, message: ToController) -> None:
+    def _handle(self, message: ToController) -> None:
         if self.left:
             return
         if self.world.log is not None:
             self.world.tell(f"term {self.term} heard {message}")
-        self.watch.heard(message)
+        self.watch.on_message(message)
         for node, order in self.replicator.replicate(message) if self.replicator else ():
             self.say(node, order)
         self._obey(self.controller.handle(message, self.world.clock.now))
@@ -132,9 +133,9 @@ class ControllerHost:
         for node, order in orders:
             if self.world.log is not None:
                 self.world.tell(f"    term {self.term} orders node {node}: {order}")
-            self.watch.ordered(node, order)
+            self.watch.on_order(node, order)
             self.say(node, order)
-        self.watch.decided()
+        self.watch.after_decision()
         incident = self.controller.incident
         if incident is not None:
             self.world.faults.on_state(incident.state.stage.name)
@@ -143,6 +144,6 @@ class ControllerHost:
 
     def say(self, node: int, order: ControllerToAgent) -> None:
         if node == self.term:
-            self.agent.later(0.0, self.agent.heard, order)
-        elif self.here.get(node) is not None:
-            self.here[node].down.send(order)  # type: ignore[union-attr]
+            self.agent.later(0.0, self.agent.accept, order)
+        elif self.connections.get(node) is not None:
+            self.connections[node].down.send(order)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The shared file system, and the agents' jobs on it, step by step as in `checkpoint.publish`."""
+"""The shared file system, and the agents' operations on it, step by step as in `checkpoint.publish`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from tests.simulation.clock import Body, Clock, Process
 if TYPE_CHECKING:
     from tests.simulation.save_folder_tasks import SaveFolderTasks
 
-# What the framework's own save has written: right by definition.
+# The content of a regular save of the framework: correct by definition.
 REGULAR = "regular"
 
 
 class DiskError(Exception):
-    """In the place of CheckpointError."""
+    """Stands in for CheckpointError."""
 
 
 class Disk:
-    """Every call is one moment; what takes time yields between them. It outlives generations of workers.
+    """A file system that outlives generations. Every call is one moment; longer operations yield in between.
 
-    made_by  the generation that has made what bears a final name
+    Attributes:
+        made_by: the generation that made each folder with a final name.
+        slow_s: seconds of a write.
+        names_s: seconds of an operation on names and folders.
+        trouble: the probability that an operation fails.
+        full_for: machines that cannot write.
+        stuck_at: when operations of the machines `stuck_on` begin to hang, until `healed_at`.
     """
 
     def __init__(self, clock: Clock, random: Random) -> None:
@@ -34,16 +40,18 @@ class Disk:
         self.made_by: dict[str, str] = {}
         self.tracker: int | None = None
         self.slices = random.choice([1, 2, 4])
-        self._turn: tuple[Process, Publish] | None = None  # whose it is; it goes with the process
+        self._turn: tuple[Process, Publish] | None = (
+            None  # whose turn it is to publish; it ends with the process
+        )
         self.healed_at = 0.0
         self.heal()
 
     def heal(self) -> None:
-        """Nothing is wrong with it any more; what hangs returns some time later."""
+        """Repair the disk; operations that hang return some time later."""
         self.slow_s = self.names_s = 0.005
-        self.trouble = 0.0  # how often something on it fails
-        self.full_for: set[int] = set()  # nodes that cannot write to it
-        self.stuck_at = float("inf")  # from then on nothing on it returns, on these nodes
+        self.trouble = 0.0
+        self.full_for: set[int] = set()
+        self.stuck_at = float("inf")
         self.stuck_on: set[int] = set()
         self.healed_at = self._clock.now
 
@@ -55,7 +63,7 @@ class Disk:
         self.stuck_at, self.stuck_on, self.healed_at = at, nodes, healed_at
 
     def wait(self, node: int, seconds: float = 0.0) -> Body[None]:
-        """What a call on `node` takes: about `seconds`, or as long as names and folders take."""
+        """Wait for a call on `node`: about `seconds`, or as long as names and folders take."""
         if self._hangs(node):
             late = self._random.uniform(0.0, 5.0)
             while self._clock.now < self.healed_at:
@@ -70,7 +78,7 @@ class Disk:
         return self._turn is not None and self._turn[0] is by
 
     def _hangs_in_turn(self, by: SaveFolderTasks, node: int) -> None:
-        if self._hangs(node):  # by design, all others wait
+        if self._hangs(node):  # by design, all other agents wait
             by.world.faults.disk_fails = True
 
     def write(self, folder: str, path: str, content: Any) -> None:
@@ -90,7 +98,7 @@ class Disk:
         return name
 
     def publish(self, order: Publish, by: SaveFolderTasks, node: int) -> Body[int]:
-        """The step that the tracker names then."""
+        """Publish a checkpoint; return the step that the tracker names then."""
         step, generation = order.step, by.world.generation
         temporary = naming.temporary_name(step, order.term, order.number, generation)
         yield from self.wait(node)
@@ -104,7 +112,7 @@ class Disk:
             yield from self._make_ready(order, temporary, by, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
-        self._turn = mine = (by, order)
+        self._turn = turn = (by, order)
         try:
             self._hangs_in_turn(by, node)
             if not self._is_of(step, generation):
@@ -113,7 +121,7 @@ class Disk:
             yield from self.wait(node)
             self._tell_tracker(step, generation)
         finally:
-            if self._turn is mine:
+            if self._turn is turn:
                 self._turn = None
         yield from self.wait(node)
         self.folders.pop(temporary, None)
@@ -122,15 +130,17 @@ class Disk:
     def find(self, order: Find, node: int, generation: str) -> Body[int]:
         yield from self.wait(node)
         steps = [s for s in map(naming.step_of, self.folders) if s is not None and self._is_of(s, generation)]
-        found = [s for s in steps if s >= order.step or REGULAR not in self.folders[naming.final_name(s)]]
-        if not found:
+        candidates = [
+            s for s in steps if s >= order.step or REGULAR not in self.folders[naming.final_name(s)]
+        ]
+        if not candidates:
             raise DiskError(f"no step {order.step}")
         yield from self.wait(node)
-        self._tell_tracker(max(found), generation)
-        return max(found)
+        self._tell_tracker(max(candidates), generation)
+        return max(candidates)
 
     def is_ahead(self, step: int, generation: str) -> bool:
-        """Whether the tracker names `step`, or a later one, of another generation."""
+        """Return whether the tracker names `step`, or a later one, of another generation."""
         return self.tracker is not None and self.tracker >= step and not self._is_of(self.tracker, generation)
 
     def _is_of(self, step: int, generation: str) -> bool:
@@ -141,11 +151,11 @@ class Disk:
             raise DiskError("nothing to publish")
         for entry in order.files:
             self._name(temporary, entry)
-            by.moved += 1
+            by.progress += 1
             yield from self.wait(node)
-        wanted = {entry.path for entry in order.files}
+        expected = {entry.path for entry in order.files}
         files = self._folder(temporary)
-        for path in set(files) - wanted:
+        for path in set(files) - expected:
             del files[path]
         yield from self.wait(node)
         self._folder(temporary)  # the manifest
@@ -162,7 +172,7 @@ class Disk:
         by.world.invariants.final(step, files)
 
     def publish_regular(self, step: int, generation: str) -> None:
-        """A save of the framework gets its name; the one that is there is replaced."""
+        """Give a regular save of the framework its name, in place of an older folder."""
         self.folders[naming.final_name(step)] = {REGULAR: step}
         self.made_by[naming.final_name(step)] = generation
 
@@ -171,7 +181,7 @@ class Disk:
             self.tracker = step
 
     def clean(self, node: int, term: int, generation: str) -> Body[None]:
-        """At the end of an incident."""
+        """Remove temporary folders at the end of an incident."""
         yield from self.wait(node)
         for name in [name for name in self.folders if naming.is_of(name, generation)]:
             if naming.term_of(name) == term:
@@ -179,7 +189,7 @@ class Disk:
                 self.folders.pop(name, None)
 
     def clean_all(self) -> None:
-        """By the first rank of a generation."""
+        """Remove all temporary folders, as the first rank of a generation does."""
         for name in [name for name in self.folders if naming.is_temporary(name)]:
             del self.folders[name]
 

@@ -1,4 +1,4 @@
-"""The faults of a seed: what goes wrong, where and when, also in the middle of an incident."""
+"""The faults of a seed: their kinds, places and times, some of them in the middle of an incident."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATES = (
     *("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "PUBLISHING"),
     *("FINDING", "TAKING OVER", "ENDED"),
 )
-# What becomes of a spare node: it has got a place, its agent has begun, was let in, has started its workers.
+# Moments of a spare node: it has got a place, its agent has begun, was accepted, has started its workers.
 _OF_SPARES = ("given", "began", "came", "started")
 _POINTS = ("frozen", "let through", "let through", "written", "unwound", "joined")
 
@@ -25,30 +25,33 @@ _POINTS = ("frozen", "let through", "let through", "written", "unwound", "joined
 class Faults:
     """Draws the faults of a world and lets them happen.
 
-    hurt  ranks of which it cannot be asked that they give their state, and why
-    by    what each rank did that a verdict may name as its cause; -1: somebody wanted the job to end
-    cut   machines that no packet reaches
-    disk_hangs_on  machines on which nothing that is asked of the disk returns, from the start
-    stalls  a connection is silent for some seconds
-    unexplained  an exception may be known long before what has caused it
+    Attributes:
+        unsound: ranks that need not be able to provide their state, with the reason.
+        causes: by rank, the fault that a verdict may name as its cause; -1: a request to end the job.
+        cut: machines that no packet reaches.
+        disk_fails: whether a save may fail because of the disk.
+        disk_hangs_on: machines on which calls to the disk do not return, from the start.
+        stalls: whether a connection is silent for some seconds.
+        unexplained: whether an exception may be known long before its cause.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._draw = draw = world.random
-        self.hurt: dict[int, str] = {}
-        self.by: dict[int, str] = {}
+        self.unsound: dict[int, str] = {}
+        self.causes: dict[int, str] = {}
         self.cut: set[int] = set()
         self.unexplained = False
         self.stalls = False
         self.disk_fails = False
         self.disk_hangs_on: set[int] = set()
         self.count = draw.choices([0, 1, 2, 3, 4], [5, 45, 30, 14, 6])[0]
-        # (phase of a worker, state of the controller, or a point that a worker passes; how many are let by)
+        # Faults to come: by phase or point of a worker, and by state of the controller; the numbers are how
+        # often the event must pass first.
         self._at_phase: dict[str, list[int]] = {}
         self._at_state: dict[str, int] = {}
         self._at_spare: dict[str, int] = {}
-        self._after: list[int] = []  # so many messages of an online recovery are let by before a second fault
+        self._after: list[int] = []  # numbers of messages of an online recovery before a second fault
         for number in range(self.count):
             self._plan(first=number == 0)
         if world.spares and draw.random() < 0.4:
@@ -63,12 +66,12 @@ class Faults:
 
     def _plan(self, *, first: bool) -> None:
         draw = self._draw
-        when = draw.random()
-        if first and when < 0.4:
+        chance = draw.random()
+        if first and chance < 0.4:
             self._world.clock.after(draw.uniform(0.0, 2.0), self._strike_any)
         elif first:
             self._at_phase.setdefault(draw.choice(_PHASES), []).append(draw.randrange(12))
-        elif when < 0.3:
+        elif chance < 0.3:
             self._at_phase.setdefault(draw.choice(_POINTS), []).append(draw.randrange(4))
         else:
             state = draw.choice(_STATES)
@@ -81,30 +84,30 @@ class Faults:
         waiting = self._at_phase.get(phase)
         if not waiting:
             return
-        for place, left in enumerate(waiting):
-            waiting[place] = left - 1
+        for index, remaining in enumerate(waiting):
+            waiting[index] = remaining - 1
         if min(waiting) < 0:
             waiting.remove(min(waiting))
             self._world.clock.after(self._soon(), self._strike, worker)
 
     def on_spare(self, spare: SpareNode, moment: str) -> None:
-        """A spare node on its way to a place."""
+        """Notice that a spare node has reached a moment of `_OF_SPARES`."""
         if self._at_spare.get(moment):
             self._at_spare[moment] -= 1
             self._world.clock.after(self._soon(), self._strike_spare, spare)
 
     def never_comes(self, agent: Agent) -> None:
-        """The spare node with this place has ended before a generation; nobody knows it yet."""
+        """Lose a spare node that ended before the generation began; nobody knows yet."""
         agent.alive = False
         for worker in agent.workers.values():
             worker.alive = False
         self._lose(agent, "it never came")
 
     def cannot_start(self, agent: Agent) -> None:
-        """`ttprun` ends: it could not connect to the controller."""
+        """End `ttprun`, which could not connect to the controller."""
         self._tell(f"ttprun of node {agent.node} on machine {agent.machine} cannot reach the controller")
         self._lose(agent, "it could not connect")
-        self._world.end_agent(agent, told=True)
+        self._world.end_agent(agent, noticed=True)
 
     def _strike_spare(self, spare: SpareNode) -> None:
         if self._world.over() or not spare.alive or spare.world is not self._world:
@@ -116,15 +119,15 @@ class Faults:
         if spare.agent is not None:
             self._draw.choice([self._lose_loudly, self._lose_silently])(spare.agent)
             return
-        told = self._draw.random() < 0.5
-        self._tell(f"machine {spare.machine} {'ends' if told else 'loses its power'}")
+        noticed = self._draw.random() < 0.5
+        self._tell(f"machine {spare.machine} {'ends' if noticed else 'loses its power'}")
         self._blame_for(spare)
-        if not told:
+        if not noticed:
             self._world.network.silence(spare.machine)
-        spare.end(told=told)
+        spare.end(noticed=noticed)
 
     def _cut_spare(self, spare: SpareNode) -> None:
-        """From all others, or from node 0 alone."""
+        """Cut the spare node off from all others, or from node 0 alone."""
         self._blame_for(spare)
         if self._draw.random() < 0.5:
             self._part({spare.machine}, {self._world.agents[0].machine})
@@ -148,14 +151,14 @@ class Faults:
         if spare.place is not None:
             for rank, node in enumerate(self._world.job.nodes):
                 if node == spare.place.node:
-                    self.by.setdefault(rank, "node")
+                    self.causes.setdefault(rank, "node")
 
     def on_regrouping(self) -> None:
-        """A message of an online recovery was heard: a second fault may come after any."""
+        """Notice a message of an online recovery: a second fault may follow any of them."""
         while self._after and self._after[0] <= 0:
             self._after.pop(0)
             self._world.clock.after(self._soon(), self._strike_any)
-        self._after = [left - 1 for left in self._after]
+        self._after = [remaining - 1 for remaining in self._after]
 
     def on_state(self, state: str) -> None:
         while self._at_state.get(state):
@@ -173,11 +176,11 @@ class Faults:
     def _strike_any(self) -> None:
         alive = [worker for worker in self._world.workers.values() if worker.alive]
         if alive and self._world.spares and self._draw.random() < 0.5:
-            # Not node 0: then nobody takes a place.
-            far = [worker for worker in alive if worker.node] or alive
-            self._strike_agent(self._draw.choice(far).agent)
+            # Not node 0: spare nodes cannot take its place.
+            candidates = [worker for worker in alive if worker.node] or alive
+            self._strike_agent(self._draw.choice(candidates).agent)
         elif alive:
-            # Often one of the first ranks: they write and publish.
+            # Often one of the first ranks, which write and publish.
             self._strike(self._draw.choice(alive if self._draw.random() < 0.7 else alive[:2]))
 
     def _strike_publisher(self) -> None:
@@ -186,10 +189,10 @@ class Faults:
         publisher = incident.state.target.publisher
         if publisher < 0 or not self._world.agents[publisher].alive:
             return
-        how = self._draw.random()
-        if self._world.agents[publisher].controller_host is None and how < 0.4:
+        chance = self._draw.random()
+        if self._world.agents[publisher].controller_host is None and chance < 0.4:
             self._stop_agent(self._world.agents[publisher])
-        elif how < 0.6 and not self._world.disk.troubled:
+        elif chance < 0.6 and not self._world.disk.troubled:
             self._tell(f"the disk is stuck on node {publisher}")
             machine = self._world.agents[publisher].machine
             self._world.disk.hang(self._world.clock.now, {machine}, float("inf"))
@@ -210,7 +213,7 @@ class Faults:
             self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(agent)
 
     def _strike(self, worker: Worker) -> None:
-        """One fault, which begins with `worker`, or its node."""
+        """Let a fault happen to `worker` or its node."""
         if self._world.over():
             return
         if self._world.spares and worker.node and self._draw.random() < 0.4:
@@ -236,33 +239,33 @@ class Faults:
         act(worker)
 
     def in_a_window(self, worker: Worker) -> None:
-        """The main thread of `worker` hangs there, or raises in the middle of an update."""
-        self.hurt[worker.rank] = "in the middle of a window"
+        """Notice that the main thread of `worker` hangs or raises in the middle of an update."""
+        self.unsound[worker.rank] = "in the middle of a window"
 
-    def _tell(self, what: str) -> None:
-        self._world.tell(f"-- {what}")
+    def _tell(self, text: str) -> None:
+        self._world.tell(f"-- {text}")
 
-    def _blame(self, rank: int, what: str) -> None:
-        self.by.setdefault(rank, what)
-        self._world.invariants.fault(rank, what)
+    def _blame(self, rank: int, fault: str) -> None:
+        self.causes.setdefault(rank, fault)
+        self._world.invariants.fault(rank, fault)
 
-    # what can happen
+    # kinds of faults
 
     def _kill(self, worker: Worker) -> None:
         if not worker.alive:
             return
         status = self._draw.choice([-9, -9, -11, 1, 3])
         self._tell(f"rank {worker.rank} is killed ({status})")
-        self.hurt[worker.rank] = "killed"
+        self.unsound[worker.rank] = "killed"
         self._world.end(worker, status)
         self._blame(worker.rank, "death")
 
     def _exit_0(self, worker: Worker) -> None:
-        """os._exit(0) in the middle of the script."""
-        if not worker.alive or not worker.hellos:
+        """Call os._exit(0) in the middle of the script."""
+        if not worker.alive or not worker.is_known:
             return
         self._tell(f"rank {worker.rank} calls os._exit(0)")
-        self.hurt[worker.rank] = "left"
+        self.unsound[worker.rank] = "left"
         self._world.end(worker, 0)
         self._blame(worker.rank, "death")
 
@@ -272,13 +275,13 @@ class Faults:
         self._blame(worker.rank, "exception")
 
     def _stop(self, worker: Worker) -> None:
-        """SIGSTOP, and mostly no SIGCONT."""
+        """Send SIGSTOP, mostly without a SIGCONT soon after."""
         self._tell(f"rank {worker.rank} is stopped")
-        self.unexplained = True  # out of the middle of a step, only the others' time-outs tell
+        self.unexplained = True  # in the middle of a step only the others' timeouts reveal it
         worker.stopped = True
-        self.hurt[worker.rank] = "stopped"
+        self.unsound[worker.rank] = "stopped"
         self._blame(worker.rank, "hang")
-        # Somebody sees to it at last: outside of a step nothing else would.
+        # An operator continues it in the end: outside of a step nothing else would.
         seconds = self._draw.uniform(0.1, 10.0) if self._draw.random() < 0.3 else 300.0
         self._world.clock.after(seconds, self._continue, worker)
 
@@ -287,14 +290,14 @@ class Faults:
         worker.go_on()
 
     def _hang(self, worker: Worker) -> None:
-        """The main thread never comes back."""
+        """Let the main thread never return."""
         self._tell(f"the main thread of rank {worker.rank} hangs")
         self.unexplained = True
         worker.main_hangs = True
         self._blame(worker.rank, "hang")
 
     def _sigterm(self, worker: Worker) -> None:
-        if worker.hellos:
+        if worker.is_known:
             self._tell(f"SIGTERM to rank {worker.rank}")
             self._blame(worker.rank, "told")
             worker.do(worker.sigterm)
@@ -307,11 +310,11 @@ class Faults:
             agent.leave(self._draw.choice([2.0, 25.0]))
 
     def _nodes_wait(self) -> None:
-        """No fault: all are to start again on more nodes."""
+        """Request a restart on more nodes, which is no fault."""
         agent = self._world.agents[0]
         if agent.alive and agent.living and not agent.stopped:
             self._tell("a node waits to be taken in")
-            self.by.setdefault(-1, "nodes")
+            self.causes.setdefault(-1, "nodes")
             self._world.invariants.fault(agent.ranks[0], "nodes")
             agent.nodes_wait()
 
@@ -322,48 +325,48 @@ class Faults:
         for other in self._world.workers.values():
             self._sigterm(other)
 
-    def _lose(self, agent: Agent, what: str) -> None:
-        # Its silence is known late; where it was never heard of, nobody misses it but the framework.
-        if agent.machine in self.cut or agent.node not in self._world.network.heard:
+    def _lose(self, agent: Agent, reason: str) -> None:
+        # Its silence is known late; if the controller never knew the node, only the framework waits for it.
+        if agent.machine in self.cut or agent.node not in self._world.network.known_nodes:
             self.unexplained = True
         for rank in agent.ranks:
             if self._world.workers[rank].agent is agent:
-                self.hurt[rank] = what
+                self.unsound[rank] = reason
             self._blame(rank, "node")
 
     def _stop_agent(self, agent: Agent) -> None:
-        """SIGSTOP to `ttprun`; somebody sees to it at last."""
+        """Send SIGSTOP to `ttprun`; an operator continues it in the end."""
         self._tell(f"ttprun of node {agent.node} on machine {agent.machine} is stopped")
         self.unexplained = True
-        # All others wait for one that is stopped while it gives the checkpoint its name.
+        # All others wait for an agent that is stopped while it renames the checkpoint.
         self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.folder_tasks)
         for rank in agent.ranks:
-            self.hurt.setdefault(rank, "its agent is stopped")
+            self.unsound.setdefault(rank, "its agent is stopped")
         agent.stopped = agent.folder_tasks.stopped = self._world.network.mended = True
         seconds = self._draw.choice([300.0, self._world.timeout_s * self._draw.random()])
         for process in (agent, agent.folder_tasks):
             self._world.clock.after(seconds, process.go_on)
 
     def _lose_loudly(self, agent: Agent) -> None:
-        """`ttprun` is killed, and its workers with it."""
+        """Kill `ttprun` and with it its workers."""
         if not agent.alive:
             return
         self._tell(f"ttprun of node {agent.node} on machine {agent.machine} is killed")
         self._lose(agent, "its agent was killed")
-        self._world.end_agent(agent, told=True)
+        self._world.end_agent(agent, noticed=True)
 
     def _lose_silently(self, agent: Agent) -> None:
-        """No power."""
+        """Cut the node's power."""
         if not agent.alive:
             return
         self._tell(f"node {agent.node} on machine {agent.machine} loses its power")
         self.cut.add(agent.machine)
         self._lose(agent, "no power")
         self._world.network.silence(agent.machine)
-        self._world.end_agent(agent, told=False)
+        self._world.end_agent(agent, noticed=False)
 
     def _cut_off(self, agent: Agent) -> None:
-        """The node lives, and nothing reaches it."""
+        """Cut all connections of a node that lives on."""
         if len(self._world.agents) == 1:
             return
         self._tell(f"node {agent.node} on machine {agent.machine} is cut off")
@@ -373,13 +376,13 @@ class Faults:
         self._world.network.silence(agent.machine)
 
     def _cut_in_two(self, worker: Worker) -> None:
-        """Nothing passes between some nodes and the others; often the network heals."""
+        """Cut the connections between some machines and all others; often they heal."""
         machines = self._world.all_machines
         side = {machine for machine in machines if self._draw.random() < 0.5}
         self._part(side, set(machines) - side)
 
     def _cut_from_the_controller(self, worker: Worker) -> None:
-        """Others reach both."""
+        """Cut the connection between a machine and the controller's machine; others reach both."""
         self._part({worker.machine}, {self._world.newest.agent.machine} - {worker.machine})
 
     def _part(self, side: set[int], others: set[int]) -> None:
@@ -395,7 +398,7 @@ class Faults:
             self._world.clock.after(self._draw.uniform(0.5, 10.0), self._world.network.heal)
 
     def _stall(self, machine: int) -> None:
-        """No fault: packets are lost and sent again, for less time than a silence that counts."""
+        """Delay all packets of a machine for less time than a silence that counts as a loss."""
         self._tell(f"nothing passes to and from machine {machine} for a while")
         self.unexplained = self.stalls = True
         self._world.network.stall(machine, self._draw.uniform(0.2, 0.9))

@@ -1,4 +1,4 @@
-"""What must hold, whatever happens. Checked where it would break, most of it after every event."""
+"""The invariants of a job; most of them are checked after every event."""
 
 from __future__ import annotations
 
@@ -35,46 +35,50 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-# A death is known to the controller by then, whatever the network does short of silence.
+# Seconds after which the controller must know of a death, unless the network is silent.
 NOTICED_S = 10.0
-# An exception that is an echo may be heard before the death that it echoes.
+# Seconds by which an exception that a death has caused may be reported before the death.
 EXPLAINED_S = 1.0
 
 
 class Invariants:
-    """One world's; `begun` is the newest step whose update any rank has begun by itself.
+    """The invariants of one world.
 
-    With local copies: the newest one to whose update every rank has come by itself.
+    Attributes:
+        begun: the newest step whose update any rank has begun without an order. With local copies: the newest
+            step whose update all ranks have reached without an order.
+        saved: steps of last words, in the order in which they got their final names.
+        recoveries: incidents that were recovered online.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.begun = world.job.origin
         self._come = dict.fromkeys(world.job.ranks, world.job.origin)
-        self.saved: list[int] = []  # last words, in the order in which they got their final names
-        self._saved_before = 0  # so many of them before the last online recovery
+        self.saved: list[int] = []
+        self._saved_before = 0  # the number of `saved` at the last online recovery
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
         self._verdicts: dict[Agent, Verdict] = {}
-        self._by: dict[Agent, int] = {}  # the machines of the controllers that gave them
-        self.recoveries: set[int] = set()  # incidents that were recovered online
+        self._verdict_machines: dict[Agent, int] = {}  # the machine of the controller that gave each verdict
+        self.recoveries: set[int] = set()
         self._let_in: set[Agent] = set()  # agents of spare nodes whose hellos the controller has accepted
         self._taking_part: dict[tuple[int, int, int], Worker] = {}  # by incident, attempt and rank
 
     # boards and faults
 
     def moves_in(self, agent: Agent) -> None:
-        """The controller has accepted the hello of a spare node."""
+        """Check a spare node whose hello the controller has accepted."""
         assert agent.place is not None, "a node that nobody awaits has the place of another"
         assert self._world.gate is not None
         owner = self._world.gate.owners[agent.node]
         assert owner.machine == agent.machine, "another spare node has got this place"
         self._let_in.add(agent)
         for rank in agent.ranks:
-            self._world.faults.hurt.setdefault(rank, "new")
+            self._world.faults.unsound.setdefault(rank, "new")
 
     def takes_part(self, worker: Worker, number: int, attempt: int) -> None:
-        """A process does what an attempt of an online recovery orders; attempt -1: it goes on after that."""
+        """Check a process that follows an attempt of an online recovery; attempt -1: it goes on after it."""
         assert worker.agent.place is None or worker.agent in self._let_in, (
             "a node takes part that was not let in"
         )
@@ -83,7 +87,7 @@ class Invariants:
 
     def board(self, worker: Worker) -> None:
         if self._world.workers[worker.rank] is not worker:
-            return  # another node has the place of its node
+            return  # its node has lost its place to another
         board, has_local_copy = worker.session.board, self._world.job.has_local_copy
         if board.phase == Phase.READY and has_local_copy and not worker.session.door.closed:
             self._come[worker.rank] = board.ahead
@@ -93,12 +97,12 @@ class Invariants:
         step = self.regrouped_step
         if step is not None and board.phase == Phase.UPDATING:
             assert board.ahead <= step, "an update is begun before all ranks have joined"
-        if board.phase == Phase.ENDED:  # what it held goes with it
-            self._world.faults.hurt[worker.rank] = "ended"
+        if board.phase == Phase.ENDED:  # its shards are gone
+            self._world.faults.unsound[worker.rank] = "ended"
 
     @property
     def regrouped_step(self) -> int | None:
-        """The step that ranks come back to, in an online recovery that has not ended."""
+        """The step that ranks return to in an online recovery in progress."""
         for controller_host in self._world.hubs.values():
             incident = controller_host.controller.incident
             if incident is not None and incident.state.stage is Stage.REGROUPING:
@@ -106,11 +110,11 @@ class Invariants:
         return None
 
     def can_be_saved(self, incident: Incident) -> None:
-        """During an online recovery: what the controller believes of survivors is true of each that lives."""
+        """During an online recovery: check that each living survivor has what the controller believes."""
         job, faults = self._world.job, self._world.faults
         for rank in incident.state.nodes:
             worker = self._world.workers[rank]
-            if not worker.alive or rank in faults.hurt:
+            if not worker.alive or rank in faults.unsound:
                 continue
             board = worker.session.board.record()
             assert board.provides(incident.step), f"rank {rank} has not step {incident.step} any more"
@@ -127,11 +131,11 @@ class Invariants:
             )
 
     def proceed(self, order: Proceed) -> None:
-        """The controller lets all go on."""
-        # A save that a disk holds up goes back to the step before, which others can write; so do all, and the
-        # step is made again.
+        """Check that no step is lost when the controller lets all ranks go on."""
+        # A save that the disk delays goes back to the previous step, which others can write; then all ranks
+        # go back, and the step is repeated.
         goes_back = self._world.job.has_local_copy and self._world.disk.troubled
-        # Without sound holders an exception may have left the update of a later step.
+        # Without sound holders, an exception may have interrupted the update of a later step.
         if self.has_sound_holders(0) and not goes_back:
             assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
         self.begun = order.step
@@ -144,15 +148,17 @@ class Invariants:
             if worker.alive:
                 self._holds(worker, order.step)
                 assert worker.trainee.updates == self._world.job.updates(order.step)
-                away = worker.stopped or worker.agent.stopped or worker.machine in self._world.network.cut
-                if not (away or worker.main_hangs):
-                    self._world.faults.hurt.pop(worker.rank, None)  # it holds the step, as was just seen
+                is_unreachable = (
+                    worker.stopped or worker.agent.stopped or worker.machine in self._world.network.cut
+                )
+                if not (is_unreachable or worker.main_hangs):
+                    self._world.faults.unsound.pop(worker.rank, None)  # it holds the step, as just checked
 
     def recovered(self, agent: Agent, order: Recovered) -> None:
         assert agent not in self._verdicts, "an incident is recovered after the verdict"
-        is_there = order.step in self.saved or self.regular(order.step)
-        said = f"step {order.step} could not be saved meanwhile" in order.line
-        assert is_there or said, "the step that all go on from is not on disk, and nobody says so"
+        is_on_disk = order.step in self.saved or self.regular(order.step)
+        is_reported = f"step {order.step} could not be saved meanwhile" in order.line
+        assert is_on_disk or is_reported, "the step that all go on from is not on disk, and nobody says so"
         self.recoveries.add(order.incident)
 
     def fault(self, rank: int, what: str) -> None:
@@ -162,30 +168,32 @@ class Invariants:
 
     def _noticed(self, rank: int, lost: Worker) -> None:
         world = self._world
-        if world.job.nodes[rank] not in world.network.heard:
-            return  # by design, a node that never came is waited for as long as the framework does
+        if world.job.nodes[rank] not in world.network.known_nodes:
+            return  # by design, the job waits for a node that never came as long as the framework does
         if not any(agent.alive for agent in world.machines.values()):
             return
         hubs = world.hubs.values()
-        known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
-        known = known or world.workers[rank] is not lost  # it has been replaced
-        assert known, f"the loss of rank {rank} has not been noticed"
+        is_known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
+        is_known = is_known or world.workers[rank] is not lost  # it has been replaced
+        assert is_known, f"the loss of rank {rank} has not been noticed"
 
     def verdict(self, agent: Agent, verdict: Verdict) -> None:
         assert agent not in self._verdicts, "an agent is given two verdicts"
         self._verdicts[agent] = verdict
-        self._by[agent] = agent.machine if agent.connection is None else agent.connection.to
+        self._verdict_machines[agent] = agent.machine if agent.connection is None else agent.connection.to
 
     def has_sound_holders(self, node: int) -> bool:
-        """Whether ranks to which nothing has happened have every shard, and can write every group.
+        """Return whether sound ranks hold every shard and can write every group.
 
-        Those that the controller on `node` can reach.
+        Only ranks count that the controller on `node` can reach.
         """
         job, faults, parted = self._world.job, self._world.faults, self._world.network.parted
         machines = {rank: worker.machine for rank, worker in self._world.workers.items()}
-        here = self._world.agents[node].machine
+        controller_machine = self._world.agents[node].machine
         sound = [
-            r for r in job.ranks if r not in faults.hurt and frozenset((here, machines[r])) not in parted
+            r
+            for r in job.ranks
+            if r not in faults.unsound and frozenset((controller_machine, machines[r])) not in parted
         ]
         able = {rank for rank in sound if machines[rank] not in faults.disk_hangs_on}
         held = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
@@ -200,14 +208,14 @@ class Invariants:
     # the disk
 
     def final(self, step: int, files: dict[str, Any]) -> None:
-        """Last words get their final name."""
+        """Check last words that get their final name."""
         job = self._world.job
         assert step <= max(self.begun, *(w.trainee.step for w in self._trained())), "a step is invented"
         assert step not in self.saved, "a step is published twice"
         assert len(files) == len(job.groups), "files are missing"
-        for group, given, record in files.values():
-            assert sorted(given) == list(range(job.size(group))), "a shard is missing from what is published"
-            assert set(given.values()) == {job.tensors(step)}, f"shards of another step: {given}"
+        for group, shards, record in files.values():
+            assert sorted(shards) == list(range(job.size(group))), "a shard is missing from what is published"
+            assert set(shards.values()) == {job.tensors(step)}, f"shards of another step: {shards}"
             assert record == job.record(step), f"the record of another step: {record}"
         assert {group for group, _, _ in files.values()} == set(job.groups), "a group is missing"
         self.saved.append(step)
@@ -219,7 +227,7 @@ class Invariants:
 
     def always(self) -> None:
         tracker = self._world.disk.tracker
-        controller_host = self._world.newest  # an earlier one that is cut off knows nothing of what it orders
+        controller_host = self._world.newest  # an earlier one that is cut off does not know the newest orders
         incident = controller_host.controller.incident
         if incident is not None and incident.state.stage is Stage.REGROUPING and not controller_host.left:
             self.can_be_saved(incident)
@@ -230,30 +238,31 @@ class Invariants:
 
     def at_the_end(self) -> None:
         world = self._world
-        told: dict[int, dict[int, str | None]] = {}  # by the controller that they have obeyed
+        verdict_lines: dict[int, dict[int, str | None]] = {}  # by the machine of the controller
         for agent in world.machines.values():
             if not agent.alive:
                 continue
             assert not any(worker.alive for worker in agent.workers.values()), "a process is left"
             verdict = self._verdicts.get(agent)
             if agent.machine not in world.network.cut and not agent.left and agent.controlled:
-                there = agent.machine if agent.connection is None else agent.connection.to
-                whose = self._by.get(agent, there)
-                # The agents that have lost node 0 before they have heard of a spare node do not find it.
+                current = agent.machine if agent.connection is None else agent.connection.to
+                controller = self._verdict_machines.get(agent, current)
+                # An agent that loses node 0 before it learns of a spare node does not find the spare node.
                 may_miss = world.network.parted or world.network.mended or self._let_in
-                whose = whose if may_miss else 0
-                told.setdefault(whose, {})[agent.machine] = verdict.line if verdict is not None else None
-        for lines in told.values():
-            assert len(set(lines.values())) <= 1, f"nodes have been told different verdicts: {told}"
-        if not world.faults.by:
+                controller = controller if may_miss else 0
+                lines = verdict_lines.setdefault(controller, {})
+                lines[agent.machine] = verdict.line if verdict is not None else None
+        for lines in verdict_lines.values():
+            assert len(set(lines.values())) <= 1, f"nodes have different verdicts: {verdict_lines}"
+        if not world.faults.causes:
             assert not self._verdicts, "a verdict without a fault"
             assert world.newest.controller.membership.everyone_is_dead, (
                 "it ended, and the controller does not know"
             )
-        # Else one side may save what the other has not seen yet.
+        # Otherwise one side may save what the other has not seen yet.
         hubs = [controller_host for controller_host in world.hubs.values() if controller_host.agent.alive]
         if not (world.network.parted or world.network.mended or world.network.islands):
-            # One whose disk hangs cannot look; and a tracker that is ahead is named in the verdict.
+            # A controller whose disk hangs cannot look; a tracker that is ahead is named in the verdict.
             able = [
                 controller_host
                 for controller_host in hubs
@@ -272,7 +281,7 @@ class Invariants:
 
 
 class Watch:
-    """What must hold of one controller."""
+    """The invariants of one controller."""
 
     def __init__(self, world: World, controller_host: ControllerHost) -> None:
         self._world = world
@@ -283,10 +292,10 @@ class Watch:
         self._reported: dict[str, int] = {}
         self._moved_at = 0.0
         self._verdict: Verdict | None = None
-        self._number = 0  # of the incident
+        self._number = 0  # the number of the incident
         self._recovered = 0
 
-    def heard(self, message: ToController) -> None:
+    def on_message(self, message: ToController) -> None:
         incident = self._controller_host.controller.incident
         match message:
             case AgentHello(node=node, owner=owner):
@@ -317,8 +326,8 @@ class Watch:
         if number != self._number:
             self._number, self._frozen, self._reported = number, {}, {}
 
-    def ordered(self, node: int, order: ControllerToAgent) -> None:
-        late = node in self._lost and isinstance(order, Verdict)  # it has come after all
+    def on_order(self, node: int, order: ControllerToAgent) -> None:
+        late = node in self._lost and isinstance(order, Verdict)  # the lost node has come after all
         assert node not in self._lost or late, "an order to a node that is known to be lost"
         if isinstance(order, Addressed):
             assert order.rank not in self._dead, "an order to a rank that is known to be dead"
@@ -339,11 +348,11 @@ class Watch:
                 assert written == set(self._world.job.groups), "a publish without every group written"
 
     def _regroup(self, order: Regroup) -> None:
-        """Nobody leaves its loop before the step is on disk, or could not be saved."""
-        known, incident = self._world.invariants, self._controller_host.controller.incident
+        """Check that no rank leaves its loop before the step is on disk, or could not be saved."""
+        invariants, incident = self._world.invariants, self._controller_host.controller.incident
         assert incident is not None
-        is_there = order.step in known.saved or known.regular(order.step)
-        assert is_there or incident.regrouping.unsaved, f"step {order.step} is not on disk yet"
+        is_on_disk = order.step in invariants.saved or invariants.regular(order.step)
+        assert is_on_disk or incident.regrouping.unsaved, f"step {order.step} is not on disk yet"
 
     def _dump(self, rank: int, order: Dump) -> None:
         job = self._world.job
@@ -357,16 +366,16 @@ class Watch:
                 assert (part.group, index) in held, "a rank is asked for a shard that it has not"
                 assert self._frozen[holder].provides(order.step), "a rank is asked for a step that it has not"
 
-    def decided(self) -> None:
-        """After each thing that the controller has heard."""
+    def after_decision(self) -> None:
+        """Check the controller after each message."""
         controller, now = self._controller_host.controller, self._world.clock.now
         verdict, incident = controller.verdict, controller.incident
         assert self._verdict is None or verdict is self._verdict, "two verdicts"
-        if incident is not None and not self._world.faults.by:
+        if incident is not None and not self._world.faults.causes:
             raise AssertionError("an incident without a fault")
         if incident is not None and verdict is None:
             latest = max(incident.state.opened_at, self._moved_at) + self._world.timeout_s
-            if incident.state.stage is Stage.REGROUPING:  # behind a save for which the time was too short
+            if incident.state.stage is Stage.REGROUPING:  # after a save that ran out of time
                 latest += incident.regrouping.timeout_s
             assert now < latest + 1.0, "an incident that lasts too long"
         if verdict is not None and self._verdict is None:
@@ -374,43 +383,45 @@ class Watch:
             self._judge(verdict)
 
     def _judge(self, verdict: Verdict) -> None:
-        world, job, known = self._world, self._world.job, self._world.invariants
-        told = self._controller_host.controller.membership
+        world, job, invariants = self._world, self._world.job, self._world.invariants
+        members = self._controller_host.controller.membership
         if not self._controller_host.term:
             assert set(verdict.lost) == self._lost, f"nodes {self._lost} are lost"
-            assert told.agents.isdisjoint(verdict.lost), "a node counts as lost whose agent is there"
+            assert members.agents.isdisjoint(verdict.lost), "a node counts as lost whose agent is there"
         if verdict.outcome == "saved":
-            assert verdict.step in known.saved or known.regular(verdict.step), "saved, and not on disk"
+            assert verdict.step in invariants.saved or invariants.regular(verdict.step), (
+                "saved, and not on disk"
+            )
             assert world.disk.tracker is not None
             assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
             assert verdict.step > job.origin
         agent, term = self._controller_host.agent, self._controller_host.term
         if world.agents[term] is not agent:
-            return  # another node has its place, and trains on
+            return  # its node has lost its place; the others train on
         if sum(hub.term == term for hub in world.hubs.values()) > 1:
-            # Not held today: they use folders of the same names, and each removes them at its end.
+            # This does not hold today: both use folders of the same names, and each removes them at its end.
             return
         if agent.machine in world.network.cut:
-            return  # it knows of nothing but its own node, and others may save better
+            return  # it knows only its own node, and others may save a later step
         if self._controller_host.term and world.network.mended:
-            return  # not all whom it could reach may have come to it
-        if not world.faults.unexplained and world.clock.now > known.latest_fault + EXPLAINED_S:
-            assert verdict.cause_rank in world.faults.by or verdict.cause_rank == -1, (
+            return  # agents that it could reach may not have come to it
+        if not world.faults.unexplained and world.clock.now > invariants.latest_fault + EXPLAINED_S:
+            assert verdict.cause_rank in world.faults.causes or verdict.cause_rank == -1, (
                 f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
             )
-        if world.faults.disk_fails or not known.has_sound_holders(self._controller_host.term):
+        if world.faults.disk_fails or not invariants.has_sound_holders(self._controller_host.term):
             return
         if "held is not known" in verdict.line:
             stopped = any(agent.stopped for agent in world.machines.values())
             assert self._lost or stopped, "what was told is not known"
-            return  # by design: training does not wait until word of it has come to those who stand by
-        if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
-            return  # what hung in the generation before has ended, and the next one starts from that
-        if known.begun <= job.origin:
-            # A step that not all have come to may be tried, and its only holder be where the disk hangs, or
-            # be hurt when it was chosen.
-            tried = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on or world.faults.hurt)
+            return  # by design: training does not wait until the standby agents know of a change
+        if world.disk.is_ahead(max(invariants.begun, job.origin + 1), world.generation):
+            return  # a call that hung in the previous generation has ended, and the next one starts from it
+        if invariants.begun <= job.origin:
+            # A save of a step that not all ranks have reached may be tried, although its only holder is on a
+            # machine whose disk hangs, or is unsound.
+            tried = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on or world.faults.unsound)
             assert tried or verdict.outcome in ("nothing", "saved"), verdict.line
         else:
-            assert verdict.outcome == "saved", f"step {known.begun} is lost: {verdict.line}"
-            assert verdict.step >= known.begun, f"step {known.begun} is lost: {verdict.line}"
+            assert verdict.outcome == "saved", f"step {invariants.begun} is lost: {verdict.line}"
+            assert verdict.step >= invariants.begun, f"step {invariants.begun} is lost: {verdict.line}"

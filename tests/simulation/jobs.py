@@ -1,4 +1,4 @@
-"""The job of a seed: nodes, who holds which shard, the steps; and what is true of a step."""
+"""The job of a seed: its nodes, the holders of each shard, and the steps of its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 from adaptor.protocol.messages import Share
 
-# Nodes, and ranks on each.
+# The number of nodes, and of ranks on each.
 SIZES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3)]
 
 
@@ -15,17 +15,19 @@ SIZES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 4),
 class Job:
     """One generation of workers.
 
-    nodes      of each rank
-    groups     of ranks that write the same files, in the order of their names
-    shares     what each rank tells that it holds
-    inner      per rank: the shards that each optimizer of its chain updates
-    copies     per rank: the shards of which it keeps a copy
-    partners   per rank: whose gradients it needs for its copies
-    origin     the step that training starts from
-    steps      the steps that training makes, some are left out as a whole
-    skipped    steps without an update
-    late       who has ended a step waits for the others between it and the next one, not at its end
-    has_local_copy  there is no barrier, each rank keeps a local copy of the state before an update
+    Attributes:
+        nodes: the node of each rank.
+        kind: how shards are replicated.
+        groups: the ranks that write the same files, by group, in the order of names.
+        shares: per rank: the shards that it reports to hold.
+        inner: per rank: the shards that each optimizer of its chain updates.
+        copies: per rank: the shards of other ranks that it mirrors.
+        partners: per rank: the ranks whose gradients it needs for its copies.
+        origin: the step that training starts from.
+        steps: the steps of the training; some numbers are missing because the framework skips them entirely.
+        skipped: steps without an update.
+        late: whether a rank waits for the others after `end_step`, not at the end of the update.
+        has_local_copy: whether each rank keeps a local copy of the state before an update, without a barrier.
     """
 
     nodes: tuple[int, ...]
@@ -46,15 +48,15 @@ class Job:
         return range(len(self.nodes))
 
     def updates(self, step: int) -> int:
-        """How many updates were made from the origin to `step`."""
+        """Return the number of updates from the origin to `step`."""
         return sum(s <= step and s not in self.skipped for s in self.steps)
 
     def tensors(self, step: int) -> int:
-        """The step of the last update up to `step`: the content of every shard."""
+        """Return the step of the last update up to `step`, which is the content of every shard."""
         return max((s for s in self.steps if s <= step and s not in self.skipped), default=self.origin)
 
     def record(self, step: int) -> tuple[int, int]:
-        """What belongs to `step` besides tensors: the counter, and what moves with updates alone."""
+        """Return the state of `step` besides tensors: the step, and the number of updates."""
         return step, self.updates(step)
 
     def size(self, group: str) -> int:
@@ -71,25 +73,25 @@ class Job:
 
 
 def draw(random: Random) -> Job:
-    """One to four nodes, data-parallel sizes 1 to 6, one or two groups."""
-    nodes, each = random.choice(SIZES)
-    world = nodes * each
+    """Draw a job of one to four nodes, data-parallel sizes 1 to 6, and one or two groups."""
+    nodes, ranks_per_node = random.choice(SIZES)
+    world = nodes * ranks_per_node
     models = random.choice([m for m in (1, 2) if world % m == 0 and world // m <= 6])
     size = world // models
     kinds = ["none"]
     if size > 1:
         kinds += ["mirror", "mirror", "plain"] + ["split"] * 3 * (size % 2 == 0) + ["experts"] * (models == 2)
     kind = random.choice(kinds)
-    homes = tuple(rank // each for rank in range(world))
+    homes = tuple(rank // ranks_per_node for rank in range(world))
     names = [f"mp_{m}" for m in range(models)]
     shares, inner, copies, partners = [], [], [], []
     for rank in range(world):
         place, model = divmod(rank, models)
         ring = [homes[p * models + model] for p in range(size)]
-        held, own, kept, partner = _holdings(kind, names, model, place, size, ring)
-        shares.append(held)
-        inner.append(own)
-        copies.append(kept)
+        held_shards, updated_shards, copied_shards, partner = _holdings(kind, names, model, place, size, ring)
+        shares.append(held_shards)
+        inner.append(updated_shards)
+        copies.append(copied_shards)
         partners.append(frozenset({rank, *(p * models + model for p in partner)}))
     origin = random.choice([0, 0, 40])
     steps = [origin + 1 + s for s in range(random.randint(2, 5))]
@@ -112,7 +114,7 @@ def draw(random: Random) -> Job:
 
 
 def again(job: Job, origin: int, random: Random) -> Job:
-    """The same job, started again from step `origin`."""
+    """Return the same job, restarted from step `origin`."""
     steps = tuple(origin + 1 + s for s in range(random.randint(2, 5)))
     skipped = frozenset(step for step in steps if random.random() < 0.15)
     return replace(job, origin=origin, steps=steps, skipped=skipped)
@@ -124,32 +126,31 @@ Shards = tuple[tuple[str, int], ...]
 def _holdings(
     kind: str, names: list[str], model: int, place: int, size: int, ring: list[int]
 ) -> tuple[tuple[Share, ...], tuple[Shards, ...], Shards, list[int]]:
-    """The shares, the shards per inner optimizer, the copies, and the places in the ring of those copied."""
+    """Return a rank's shares, shards by inner optimizer, copies, and the ring places of the copies."""
     name = names[model]
-    if kind == "plain":  # no distributed optimizer: everyone has everything
+    if kind == "plain":  # no distributed optimizer: every rank has everything
         return (Share(name, 0, 1),), (((name, 0),),), (), []
     if kind == "split":
         half = size // 2
         return (Share(name, place % half, half),), (((name, place % half),),), (), []
     if kind == "mirror":
-        apart = min(
+        distance = min(
             range(1, size), key=lambda s: (sum(ring[p] == ring[(p + s) % size] for p in range(size)), s)
         )
-        other = (place - apart) % size
-        held = tuple(Share(name, index, size) for index in sorted({place, other}))
-        return held, (((name, place),),), ((name, other),), [other]
-    if (
-        kind == "experts"
-    ):  # the dense optimizer is cut over both groups' ranks, the experts' is each group's own
+        source = (place - distance) % size
+        shares = tuple(Share(name, index, size) for index in sorted({place, source}))
+        return shares, (((name, place),),), ((name, source),), [source]
+    if kind == "experts":
+        # The dense optimizer is divided among the ranks of both groups; each group has its own experts.
         copies = size % 2 == 0
         dense = size // 2 if copies else size
         cut, expert = place % dense, dense + place % dense
         count = 2 * dense
-        held = tuple(
+        shares = tuple(
             sorted(
                 [Share(n, cut, count, can_write=n == name) for n in names] + [Share(name, expert, count)],
                 key=lambda share: (share.group, share.index),
             )
         )
-        return held, (tuple((n, cut) for n in names), ((name, expert),)), (), []
+        return shares, (tuple((n, cut) for n in names), ((name, expert),)), (), []
     return (Share(name, place, size),), (((name, place),),), (), []

@@ -1,4 +1,4 @@
-"""What ranks do together: collectives, and dumps over groups of their own; and what breaks them."""
+"""Collectives and dumps: how ranks complete them together, and how they break."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tensors = dict[tuple[str, int], int]  # the step of each shard
 
 
 class Meetings:
-    """A rank is done with a meeting when all whom it needs have arrived.
+    """The collectives of all ranks. A rank completes a collective when all required ranks have arrived.
 
-    Who is connected to a dead one learns of it soon, or never: so it is with gloo.
+    As with gloo, the peers of a dead rank learn of its death soon or never.
     """
 
     def __init__(self, world: World, workers: Mapping[int, Worker] | None = None) -> None:
@@ -28,67 +28,67 @@ class Meetings:
         self._left_behind = workers
         self._arrived: defaultdict[Any, set[int]] = defaultdict(set)
         self._waiting: defaultdict[Any, set[int]] = defaultdict(set)
-        self._gone: set[int] = set()  # their ends of all connections are closed
-        self.given: dict[Any, Any] = {}  # what newcomers get, by the name under which they meet who gives it
+        self._gone: set[int] = set()  # ranks whose ends of all connections are closed
+        self.handed_over: dict[Any, Any] = {}  # state for newcomers, by the name of the meeting
 
     @property
     def _workers(self) -> Mapping[int, Worker]:
         return self._left_behind or self._world.workers
 
     def leave_behind(self, strays: Mapping[int, Worker]) -> None:
-        """Others are these ranks from now on; these may live on, and meet among themselves."""
-        apart = Meetings(self._world, ChainMap(dict(strays), self._world.workers))
-        apart._arrived.update({name: set(ranks) for name, ranks in self._arrived.items()})
-        apart._gone.update(self._gone)
+        """Separate workers whose ranks others have now; they may live on, and meet only among themselves."""
+        own_meetings = Meetings(self._world, ChainMap(dict(strays), self._world.workers))
+        own_meetings._arrived.update({name: set(ranks) for name, ranks in self._arrived.items()})
+        own_meetings._gone.update(self._gone)
         for name, ranks in self._waiting.items():
-            apart._waiting[name] = ranks & strays.keys()
+            own_meetings._waiting[name] = ranks & strays.keys()
             ranks.difference_update(strays)
         for worker in strays.values():
-            worker.meetings = apart
+            worker.meetings = own_meetings
 
     def arrive(self, worker: Worker, name: Any, *, waits: bool = True) -> None:
-        """`waits`: for whom it needs; else others may need it."""
+        """Let a worker arrive; `waits`: it needs the others, else only they may need it."""
         arrived, workers = self._arrived[name], self._workers
         arrived.add(worker.rank)
         if waits:
             self._waiting[name].add(worker.rank)
         for rank in sorted(self._waiting[name]):
             other = workers[rank]
-            needed = other.waits_for[name]
-            if needed <= arrived and not any(self._world.apart(other, workers[r]) for r in needed):
+            required = other.waits_for[name]
+            if required <= arrived and not any(self._world.apart(other, workers[r]) for r in required):
                 other.later(self._last_part(), other.met, name, True)
         if waits and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
             self._may_break(worker, name)
 
     def comes_new(self, rank: int) -> None:
-        """Another process is `rank` now."""
+        """Note that a new process is `rank` now."""
         self._gone.discard(rank)
 
     def _last_part(self) -> float:
-        """Some are done while others still wait for their last message."""
+        """Return the delay of the last message: some ranks complete while others still wait."""
         draw = self._world.random
         return draw.uniform(0.0, 0.05) if draw.random() < 0.25 else self._world.local_delay()
 
     def left(self, worker: Worker, name: Any) -> None:
         self._waiting[name].discard(worker.rank)
 
-    def died(self, worker: Worker, *, told: bool) -> None:
-        """`told`: its kernel closes its connections; a node without power says nothing."""
+    def died(self, worker: Worker, *, noticed: bool) -> None:
+        """Note a death; `noticed`: its kernel closes its connections, unlike a node without power."""
         for ranks in self._waiting.values():
             ranks.discard(worker.rank)
-        if told:
+        if noticed:
             self._gone.add(worker.rank)
             self._break_for(worker)
 
     def shut(self, worker: Worker) -> None:
-        """A worker shuts down its own connections."""
+        """Shut down the connections of a worker."""
         for name, ranks in list(self._waiting.items()):
             if worker.rank in ranks and not is_apart(name):
                 worker.later(0.0, worker.met, name, False)
         self._break_for(worker, collectives=True)
 
     def fail(self, worker: Worker, name: Any) -> None:
-        """`worker` drops out of a meeting."""
+        """Let `worker` drop out of a meeting."""
         for rank in sorted(self._waiting[name]):
             self._may_break(self._workers[rank], name)
 
@@ -96,15 +96,15 @@ class Meetings:
         for name, ranks in list(self._waiting.items()):
             for rank in sorted(ranks):
                 other = self._workers[rank]
-                needed = worker.rank in other.waits_for[name] and self._breaks(worker, name)
-                if needed and not (collectives and is_apart(name)):
+                breaks = worker.rank in other.waits_for[name] and self._breaks(worker, name)
+                if breaks and not (collectives and is_apart(name)):
                     self._may_break(other, name)
 
     def _breaks(self, worker: Worker, name: Any) -> bool:
-        """Whether the end of `worker` can break a meeting.
+        """Return whether the end of `worker` can break a meeting.
 
-        Who is done has sent all that others need of it, and the kernel delivers that. Who has never come to
-        a new group is waited for.
+        A worker that has completed a meeting has sent everything that others need, and the kernel delivers
+        it. Others wait for a worker that has never come to a new group.
         """
         joins = name[-1] == "connect" or name[1] in ("groups", "line")
         if is_apart(name) and joins and worker.rank not in self._arrived[name]:
@@ -120,21 +120,21 @@ class Meetings:
 
 
 def is_apart(name: Any) -> bool:
-    """Return whether this is over connections of its own: a dump, or an online recovery."""
+    """Return whether a meeting uses connections of its own: in a dump or an online recovery."""
     return name[0] == "dump"
 
 
 class Dumping:
-    """The dumps of an incident: shards go to the writer of a group, which writes them."""
+    """The dumps of an incident: ranks send shards to the writer of a group, which writes them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._given: dict[tuple[int, int, str], dict[int, int]] = {}
+        self._gathered: dict[tuple[int, int, str], dict[int, int]] = {}
 
     def take_part(
         self, worker: Worker, order: Dump, group: GroupOrder, tensors: Tensors, record: tuple[int, int]
     ) -> Body[tuple[FileEntry, ...]]:
-        """`tensors` are those of the step, live or in the local copy."""
+        """Take part in a dump with the tensors of the step, live or from the local copy."""
         dump = ("dump", order.incident, order.attempt, group.group)
         names = [(*dump, stage) for stage in ("connect", "shards", "thanks")]
         try:
@@ -163,10 +163,10 @@ class Dumping:
             worker.session.board.advance(1)
             yield from world.disk.wait(worker.machine, world.disk.slow_s)
             self._check(worker, order)
-        given = self._given.setdefault((order.incident, order.attempt, group.group), {})
+        gathered = self._gathered.setdefault((order.incident, order.attempt, group.group), {})
         for index, holder in enumerate(group.holders):
             if holder == worker.rank:
-                given[index] = tensors[group.group, index]
+                gathered[index] = tensors[group.group, index]
         worker.session.board.advance(1)
         if group.writer != worker.rank:
             worker.meetings.arrive(worker, shards, waits=False)
@@ -174,20 +174,25 @@ class Dumping:
             return ()
         yield from worker.through(lambda: worker.meet(shards, everyone))
         worker.meetings.arrive(worker, thanks, waits=False)
-        return (yield from self._write(worker, order, group, record, given))
+        return (yield from self._write(worker, order, group, record, gathered))
 
     def _check(self, worker: Worker, order: Dump) -> None:
         if worker.cancelled(order):
             raise RuntimeError("a newer attempt has replaced this one")
 
     def _write(
-        self, worker: Worker, order: Dump, group: GroupOrder, record: tuple[int, int], given: dict[int, int]
+        self,
+        worker: Worker,
+        order: Dump,
+        group: GroupOrder,
+        record: tuple[int, int],
+        gathered: dict[int, int],
     ) -> Body[tuple[FileEntry, ...]]:
         disk, draw = self._world.disk, self._world.random
         entry = FileEntry(f"{group.group}/model.pt", 1, "00", order.attempt)
         yield from disk.wait(worker.machine)
         self._check(worker, order)
-        disk.write(order.folder.rpartition("/")[2], entry.draft, (group.group, dict(given), record))
+        disk.write(order.folder.rpartition("/")[2], entry.draft, (group.group, dict(gathered), record))
         for _ in range(disk.slices):
             yield from disk.wait(worker.machine, disk.slow_s)
             self._check(worker, order)

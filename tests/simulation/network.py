@@ -1,4 +1,4 @@
-"""The connections between agents and controllers, each of which lives in an agent."""
+"""The connections between agents and controllers; each controller lives in an agent."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ if TYPE_CHECKING:
     from tests.simulation.spare_nodes import SpareGate, SpareNode
     from tests.simulation.world import World
 
-# When a silence is noticed, after it has begun.
+# Seconds after which a silence is noticed, at least and at most.
 SILENT_S = (2.0 * wire.ASK_S, 3.0 * wire.ASK_S + 0.1)
 
 
 class Lost:
-    """What arrives last on a connection of which one side has ended, where that is known."""
+    """The last message on a connection whose peer has ended, if that is known."""
 
 
-# A process at one end of a connection, and what it does with what arrives there.
+# A process at one end of a connection, and its handler of messages.
 End = tuple[Process, Callable[[Any, Any], None]]
 
 
 class Connection:
-    """From a process on `machine` to one on `to`. It keeps its order, different ones overtake each other.
+    """A connection from a process on `machine` to a process on `to`.
 
-    node   of the agent that has made it; -1: a spare node that waits has
+    It keeps the order of its messages; messages of different connections overtake each other.
+
+    Attributes:
+        node: the node of the connecting agent; -1: a waiting spare node.
     """
 
     def __init__(self, network: Network, machine: int, to: int, *, node: int, upper: End, lower: End) -> None:
@@ -45,7 +48,7 @@ class Connection:
 
     def _rises(self, message: FromAgent | Lost) -> None:
         if isinstance(message, AgentHello):
-            self._network.heard.add(message.node)
+            self._network.known_nodes.add(message.node)
         process, act = self._upper
         process.do(act, self, message)
 
@@ -54,25 +57,26 @@ class Connection:
         process.do(act, self, order)
 
     def side(self, machine: int) -> Link:
-        """What goes to `machine`."""
+        """Return the direction towards `machine`."""
         return self.up if machine == self.to else self.down
 
     def notice(self, side: int, seconds: float) -> None:
-        """The process on the machine `side` learns so much later that nothing comes any more."""
+        """Let the process on the machine `side` notice the silence after some seconds."""
         process, act = self._upper if side == self.to else self._lower
         process.later(seconds, act, self, Lost())
 
 
 class Network:
-    """Machines are those of nodes, by their first numbers, and those of spare nodes.
+    """The machines and their connections: first those of nodes, by number, then those of spare nodes.
 
-    cut    machines that nothing reaches
-    islands  those of them that lived on
-    parted  pairs of machines between which nothing passes, or passed for a while
-    mended  what was parted is one again, or never was two, or an agent was stopped: some nodes may be reached
-            by more than one side
-    closed  machines whose agents have ended
-    heard   nodes that have said who they are
+    Attributes:
+        cut: machines that no packet reaches.
+        islands: machines of `cut` that live on.
+        parted: pairs of machines between which no packet passes, or passed for a while.
+        mended: whether some nodes may be reached from more than one side: a parted network healed, only some
+            machines were parted, or an agent was stopped.
+        closed: machines whose agents have ended.
+        known_nodes: nodes that have sent their hello.
     """
 
     def __init__(self, world: World) -> None:
@@ -80,10 +84,10 @@ class Network:
         self.cut: set[int] = set()
         self.islands: set[int] = set()
         self.parted: set[frozenset[int]] = set()
-        self._silent: set[frozenset[int]] = set()  # those of them that are apart now
+        self._silent: set[frozenset[int]] = set()  # pairs of `parted` that are apart now
         self.mended = False
         self.closed: set[int] = set()
-        self.heard: set[int] = set()
+        self.known_nodes: set[int] = set()
         self._connections: list[Connection] = []
 
     def delay(self) -> float:
@@ -92,27 +96,27 @@ class Network:
 
     def join(self, agent: Agent, to: int) -> Connection:
         gate = self.world.machines[to]
-        lower, upper = (agent, agent.told), (gate, gate.at_the_gate)
+        lower, upper = (agent, agent.receive), (gate, gate.at_the_gate)
         return self._begin(Connection(self, agent.machine, to, node=agent.node, upper=upper, lower=lower))
 
     def wait_at(self, gate: SpareGate, spare: SpareNode) -> Connection:
-        """A connection of a spare node to the gate of spare nodes, in the agent of node 0."""
+        """Connect a spare node to the gate of spare nodes, in the agent of node 0."""
         agent = self.world.agents[0]
-        lower, upper = (spare, spare.told), (agent, gate.hear)
+        lower, upper = (spare, spare.receive), (agent, gate.on_connection_lost)
         return self._begin(Connection(self, spare.machine, agent.machine, node=-1, upper=upper, lower=lower))
 
-    def _begin(self, made: Connection) -> Connection:
-        if self.apart(made.machine, made.to) or {made.machine, made.to} & self.closed:
-            for side in sorted({made.machine, made.to}):
-                made.side(side).cut()
+    def _begin(self, connection: Connection) -> Connection:
+        if self.apart(connection.machine, connection.to) or {connection.machine, connection.to} & self.closed:
+            for side in sorted({connection.machine, connection.to}):
+                connection.side(side).cut()
                 if side not in self.closed:
-                    made.notice(side, SILENT_S[1])
+                    connection.notice(side, SILENT_S[1])
         else:
-            self._connections.append(made)
-        return made
+            self._connections.append(connection)
+        return connection
 
     def reach(self, agent: Agent, to: int) -> Body[Connection | None]:
-        """A connection to the gate of `to`; None where nobody lets it in."""
+        """Connect to the gate of `to`; None if the machine cannot be reached."""
         if self.apart(agent.machine, to):
             yield TRY_CONNECT_TIMEOUT_S
             return None
@@ -130,7 +134,7 @@ class Network:
             connection.down.stall(seconds)
 
     def close(self, machine: int) -> None:
-        """The agent there ends: its kernel says so, after or instead of what the agent had to say."""
+        """Close the connections of an ending agent: its kernel reports the end, perhaps before messages."""
         if machine in self.closed:
             return
         self.closed.add(machine)
@@ -142,7 +146,7 @@ class Network:
             self._connections.remove(connection)
 
     def hang_up(self, connection: Connection) -> None:
-        """Who is connected to there does not serve this connection any more."""
+        """Close a connection whose server no longer serves it."""
         if connection in self._connections:
             self._end(connection.down, connection.machine, connection)
             connection.up.cut()
@@ -155,26 +159,26 @@ class Network:
             link.cut()
             connection.notice(other, self.delay())
 
-    def apart(self, one: int, other: int) -> bool:
-        """Whether no packet passes between two machines."""
-        if one == other:
+    def apart(self, machine: int, peer: int) -> bool:
+        """Return whether no packet passes between two machines."""
+        if machine == peer:
             return False
-        return one in self.cut or other in self.cut or frozenset((one, other)) in self._silent
+        return machine in self.cut or peer in self.cut or frozenset((machine, peer)) in self._silent
 
     def silence(self, machine: int) -> None:
-        """Nothing passes any longer; both sides notice by themselves."""
+        """Let no packet reach `machine` any longer; both sides must notice by themselves."""
         self.cut.add(machine)
         self._break()
 
     def part(self, machines: set[int], others: set[int]) -> None:
-        """The same, between `machines` and `others`."""
-        self._silent |= {frozenset((one, other)) for one in machines for other in others}
+        """Let no packet pass between `machines` and `others` any longer; each side notices by itself."""
+        self._silent |= {frozenset((machine, peer)) for machine in machines for peer in others}
         self.parted |= self._silent
         self.mended = self.mended or machines | others != set(self.world.all_machines)
         self._break()
 
     def heal(self) -> None:
-        """What was parted; who has lost a connection does not come back by it."""
+        """Let packets pass again between parted machines; lost connections do not come back."""
         self._silent.clear()
         self.mended = True
 

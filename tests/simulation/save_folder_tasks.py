@@ -1,4 +1,4 @@
-"""An agent's tasks on the save folder, in threads as in the launcher's: nobody ends one that hangs."""
+"""An agent's tasks on the save folder, in threads as in the launcher: a thread that hangs is not ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class SaveFolderTasks(Process):
-    """Of the agent of `node` in one generation; its threads live on into the next ones, with the agent.
+    """Tasks of an agent in one generation; the threads live on into later generations, with the agent.
 
-    before  of the same agent, in the generation before
+    Attributes:
+        before: the tasks of the same agent in the previous generation.
     """
 
     def __init__(self, world: World, node: int, machine: int, before: SaveFolderTasks | None) -> None:
@@ -25,14 +26,14 @@ class SaveFolderTasks(Process):
         self.before = before
         self._node = node
         self._running = 0
-        self.moved = 0
+        self.progress = 0
 
     @property
     def busy(self) -> bool:
         return self._running > 0 or (self.before is not None and self.before.busy)
 
     def end(self) -> None:
-        """The agent ends, with all of its threads."""
+        """End all threads, with the agent."""
         self.alive = False
         if self.before is not None:
             self.before.end()
@@ -41,26 +42,28 @@ class SaveFolderTasks(Process):
         def work() -> Body[None]:
             try:
                 folder = yield from self.world.disk.prepare(order, self._machine, self.world.generation)
-                said = Prepared(self._node, order.incident, f"{order.save_folder}/{folder}", "", order.number)
+                result = Prepared(
+                    self._node, order.incident, f"{order.save_folder}/{folder}", "", order.number
+                )
             except Exception as error:
-                said = Prepared(self._node, order.incident, "", str(error), order.number)
-            answer(said)
+                result = Prepared(self._node, order.incident, "", str(error), order.number)
+            answer(result)
 
         self._run(work())
 
     def publish(self, order: Publish | Find, answer: Callable[[FromAgent], None]) -> None:
         def work() -> Body[None]:
             disk = self.world.disk
-            said: Published | PublishFailed
+            result: Published | PublishFailed
             try:
                 if isinstance(order, Find):
                     step = yield from disk.find(order, self._machine, self.world.generation)
                 else:
                     step = yield from disk.publish(order, self, self._machine)
-                said = Published(self._node, order.incident, step, order.save_folder, order.number)
+                result = Published(self._node, order.incident, step, order.save_folder, order.number)
             except Exception as error:
-                said = PublishFailed(self._node, order.incident, str(error), order.number)
-            answer(said)
+                result = PublishFailed(self._node, order.incident, str(error), order.number)
+            answer(result)
 
         self._run(work())
 

@@ -1,6 +1,7 @@
 """Spare nodes, and the gate at which they wait: `spare_gate` and `spare_node` without sockets.
 
-The real `fill_for_restart` and `fill_online` decide who gets a place, and what the controller hears of it.
+The real `fill_for_restart` and `fill_online` decide which spare node gets a place, and what the controller is
+told.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from tests.simulation.agent import Agent
     from tests.simulation.world import World
 
-# The first of them; those of nodes that are there from the beginning are smaller.
+# The first machine of a spare node; machines of nodes have smaller numbers.
 FIRST_MACHINE = 10
 
 
 class Pause:
-    """What a coroutine awaits in the simulation: so many seconds."""
+    """What a coroutine awaits in the simulation: a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -33,10 +34,11 @@ class Pause:
 
 
 class SpareNode(Process):
-    """One process of `ttprun --ttp-spare`; it outlives generations.
+    """A process of `ttprun --ttp-spare`, which outlives generations.
 
-    place  that it was told to take
-    agent  of this generation, once it has begun as a node
+    Attributes:
+        place: the place that it was ordered to take.
+        agent: its agent in this generation, once it has begun as a node.
     """
 
     def __init__(self, world: World, machine: int) -> None:
@@ -46,9 +48,9 @@ class SpareNode(Process):
         self.place: TakePlace | None = None
         self.agent: Agent | None = None
 
-    def told(self, connection: Connection, order: TakePlace | Lost) -> None:
+    def receive(self, connection: Connection, order: TakePlace | Lost) -> None:
         if isinstance(order, Lost):
-            # It ends where it waits: node 0 is lost, or cannot be reached.
+            # A waiting spare node ends: node 0 is lost, or cannot be reached.
             if self.place is None and self.agent is None:
                 self.end()
             return
@@ -60,36 +62,37 @@ class SpareNode(Process):
             self.later(draw.uniform(0.05, 8.0 if draw.random() < 0.1 else 1.0), self._begin, order)
 
     def _begin(self, place: TakePlace) -> None:
-        """Connect to the controller; it has imported torch."""
+        """Connect to the controller, after torch has been imported."""
         world = self.world
         if place.generations + 1 != world.number:
-            self.end()  # all have started again without it
+            self.end()  # all others have restarted without it
             return
         self.agent = world.begin_spare(self)
 
-    def end(self, *, told: bool = True) -> None:
+    def end(self, *, noticed: bool = True) -> None:
         if not self.alive:
             return
         self.alive = False
         if self.agent is not None:
-            self.world.end_agent(self.agent, told=told)
+            self.world.end_agent(self.agent, noticed=noticed)
         else:
             self.world.network.close(self.machine)
 
 
 class SpareGate:
-    """In the agent of node 0, with which it lives through all generations.
+    """The gate in the agent of node 0, which exists as long as the agent, through all generations.
 
-    given    so many places were given
-    waiting  who waits
-    owners   who has a place that was given
-    store    the rendezvous store, which stays
-    gone     what the agents would say first whose processes have ended in such a place
+    Attributes:
+        places_given: the number of places given so far.
+        waiting: the waiting spare nodes.
+        owners: the owner of each place that was given.
+        store: the rendezvous store, which stays.
+        gone: the hello of each node whose spare process ended after it got the place.
     """
 
     def __init__(self, world: World, spares: list[SpareNode]) -> None:
         self._world = world
-        self.given = 0
+        self.places_given = 0
         self.store = None
         self.waiting = spares
         self.owners: dict[int, SpareNode] = {}
@@ -98,7 +101,7 @@ class SpareGate:
         self._on_gone: Callable[[], None] = lambda: None
 
     def begin(self, world: World, on_gone: Callable[[], None]) -> None:
-        """A generation begins; the network is a new one, and who lives has its connection again."""
+        """Begin a generation with a new network, in which living spare nodes are connected again."""
         self._world, self._on_gone = world, on_gone
         self.gone = {node: hello for node, hello in self.gone.items() if not self.owners[node].alive}
         self.waiting = [spare for spare in self.waiting if spare.alive]
@@ -108,8 +111,8 @@ class SpareGate:
                 world.network.closed.add(spare.machine)
             self._connections[spare.machine] = world.network.wait_at(self, spare)
 
-    def hear(self, connection: Connection, message: Lost) -> None:
-        """A connection has ended."""
+    def on_connection_lost(self, connection: Connection, message: Lost) -> None:
+        """Notice that a connection has ended."""
         for spare in self.waiting:
             if spare.machine == connection.machine:
                 self.waiting.remove(spare)
@@ -127,14 +130,14 @@ class SpareGate:
         refuses: Callable[[], Awaitable[str]] | None = None,
         joined: JoinedTraining | None = None,
     ) -> dict[int, str]:
-        """Give each place to a spare that has just answered, or none."""
+        """Give all places to spare nodes that have just answered, or no place at all."""
         ready = await answering_spares(self.waiting, len(lost), self._answers)
         if len(ready) < len(lost) or (refuses is not None and await refuses()):
             return {}
         owners = {}
         for node, spare in zip(lost, ready, strict=True):
-            self.given += 1
-            owners[node] = f"owner {self.given}"
+            self.places_given += 1
+            owners[node] = f"owner {self.places_given}"
             self.waiting.remove(spare)
             self.owners[node] = spare
             self.gone.pop(node, None)
@@ -143,13 +146,13 @@ class SpareGate:
         return owners
 
     async def _answers(self, spare: SpareNode) -> bool:
-        network, here = self._world.network, self._world.agents[0].machine
+        network, machine = self._world.network, self._world.agents[0].machine
         if not self._can_answer(spare):
             await Pause(ANSWER_S)
             return False
         await Pause(network.delay() + network.delay())
-        return self._can_answer(spare) and not network.apart(spare.machine, here)
+        return self._can_answer(spare) and not network.apart(spare.machine, machine)
 
     def _can_answer(self, spare: SpareNode) -> bool:
-        here = self._world.agents[0].machine
-        return spare.alive and not spare.stopped and not self._world.network.apart(spare.machine, here)
+        machine = self._world.agents[0].machine
+        return spare.alive and not spare.stopped and not self._world.network.apart(spare.machine, machine)

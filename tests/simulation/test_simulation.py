@@ -1,7 +1,7 @@
-"""Two thousand jobs, each with faults of its own: `invariants.py` says what must hold in all of them.
+"""Runs two thousand jobs, each with faults of its own, and checks `invariants.py` in all of them.
 
-A seed that fails is printed with all that happened. TTP_SEED=123 replays one, TTP_SEEDS=200000 makes more:
-a change of the controller, of an incident or of a worker's step is tried with at least 10,000.
+A failing seed is printed with its events. TTP_SEED=123 replays one seed, TTP_SEEDS=200000 runs more: try a
+change of the controller, of an incident or of a worker's step with at least 10,000.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNKS = 4
 
 
 def run(seed: int) -> World:
-    """The last generation at its end; what happened is told where that breaks an invariant."""
+    """Return the last generation of a seed at its end; if an invariant breaks, fail with all events."""
     try:
         return live(seed)
     except Exception as error:
@@ -47,16 +47,16 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
         ends["started again"] += world.number > 1
         ends["spare nodes that train"] += world.recovered_with
         ends["no incident" if verdict is None else verdict.outcome] += 1
-    if SEEDS < ALL:  # of a few, the shares of each kind say nothing
+    if SEEDS < ALL:  # the shares of a few jobs mean nothing
         return
-    # Without all of these there would be little to check.
+    # Each kind of end must occur, or there is little to check.
     for end in ("saved", "lost", "nothing", "no incident", "taken over", "started again"):
         assert ends[end] > SEEDS / CHUNKS / 20, ends
     assert ends["spare nodes that train"] > SEEDS / CHUNKS / 100, ends
 
 
 def test_a_node_whose_workers_have_ended_stands_still() -> None:
-    """It says so, as a real one does: else nobody would know of a rank that hangs on another node."""
+    """A real agent reports this, too: otherwise nobody would know of a rank that hangs on another node."""
     log: list[str] = []
     world = undisturbed(lambda world: len(world.agents) > 1, log)
     with world.by_its_clock():
@@ -67,14 +67,14 @@ def test_a_node_whose_workers_have_ended_stands_still() -> None:
             world.clock.step()
     world.close()
     still = re.compile(r"heard NodeStalled\(node=(\d), .*inside=-1, between=-1, ")
-    assert {int(said[1]) for said in map(still.search, log) if said} == set(world.agents)
+    assert {int(match[1]) for match in map(still.search, log) if match} == set(world.agents)
 
 
 def test_a_seed_is_replayed() -> None:
-    """Twice the same, to the last word."""
+    """Two runs of a seed have the same events."""
     seed = int(os.environ.get("TTP_SEED", "11"))
-    told = replay(seed)
+    events = replay(seed)
     if "TTP_SEED" in os.environ:
-        print(f"\n{told}")
-    assert told == replay(seed)
+        print(f"\n{events}")
+    assert events == replay(seed)
     run(seed)

@@ -1,4 +1,4 @@
-"""Each mechanism in a step has an invariant that breaks without it (`step_invariants.py`)."""
+"""Each mechanism of a step is needed: without it an invariant of `step_invariants.py` breaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adaptor.protocol.messages import Phase
 from tests.simulation.worker import Trainee, Worker
 from tests.simulation.world import live, undisturbed
 
-# Each is found within the first few.
+# Each breach is found within the first few seeds.
 SEEDS = 300
 
 
@@ -52,7 +52,7 @@ def test_survivors_have_a_step_in_common_by_what_all_do_together(monkeypatch: py
 
 
 def test_a_rank_that_is_cut_off_may_be_ready_when_another_was_replaced() -> None:
-    """Its door is open, for nobody could tell it of the incident; the board of the new process is new."""
+    """The door of the cut-off rank is open, as it does not know of the incident."""
     world = undisturbed(lambda world: len(world.workers) > 1)
     check, replaced = world.step_invariants.board, []
 

@@ -1,7 +1,7 @@
-"""A simulated worker: a real session, door and board, around a script and a processor that have no threads.
+"""A simulated worker: a real session, door and board; its script and its processor have no threads.
 
-The script is Megatron's loop as far as the session and other ranks see it. The processor answers like
-`adaptor.worker.processor`, its threads are generators.
+The script is Megatron's loop, as far as the session and other ranks see it. The processor answers like
+`adaptor.worker.processor`; its threads are generators.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from tests.simulation.agent import Agent
 
 
-# The framework's own time-out for what ranks do together.
+# The framework's own timeout for collectives.
 FRAMEWORK_S = 60.0
-# A main thread that has not left the framework's loop by then will not.
+# Seconds after which a main thread is taken not to leave the framework's loop any more.
 UNWIND_S = 3.0
-# A shard in the middle of its update is of no step.
+# The step of a shard in the middle of its update.
 TORN = -1
 
 
@@ -55,11 +55,11 @@ class ScriptError(Exception):
 
 
 class ReplacedError(Exception):
-    """A newer order has taken the place of the one that is being followed."""
+    """A newer order has replaced the order in execution."""
 
 
 class Trainee:
-    """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
+    """The trainee of a session. The content of a shard is the step of its last update."""
 
     save_folder = "/save"
     in_parts = False
@@ -73,7 +73,7 @@ class Trainee:
         self.has_local_copy = job.has_local_copy
         self.tensors = {(s.group, s.index): job.origin for s in self.shares}
         self.before = dict(self.tensors)  # the local copy
-        self.gradients = TORN  # the step of those that the copies of others' shards have got
+        self.gradients = TORN  # the step of the gradients for the copies of other ranks' shards
         self.updates = 0
         self.step = job.origin
 
@@ -112,15 +112,18 @@ class Trainee:
             self.tensors[shard] = self.gradients
 
 
-def _line(order: Regroup, newcomer: int, *what: Any) -> Any:
-    return ("dump", "line", order.incident, order.attempt, newcomer, *what)
+def _line(order: Regroup, newcomer: int, *parts: Any) -> Any:
+    return ("dump", "line", order.incident, order.attempt, newcomer, *parts)
 
 
 class Worker(Process):
-    """One process; `died` is called at its end.
+    """One process of a rank.
 
-    epoch     the incident from which it went on last; connections are those of then
-    newcomer  it takes the place of another, and has not joined the others yet
+    Attributes:
+        epoch: the incident of the last online recovery; connections belong to one epoch.
+        newcomer: whether it replaces another process and has not joined the others yet.
+        is_known: whether the agent has received its hello.
+        raises: whether an exception is about to leave the script.
     """
 
     def __init__(self, agent: Agent, rank: int, pid: int = 0, *, newcomer: bool = False) -> None:
@@ -135,25 +138,26 @@ class Worker(Process):
         self.machine = agent.machine
         self.agent = agent
         self.meetings = world.meetings
-        self.says = Link(
-            self.clock, world.local_delay, lambda said: self.agent.do(self.agent.hear, self, said)
+        self.to_agent = Link(
+            self.clock,
+            world.local_delay,
+            lambda message: self.agent.do(self.agent.receive_from_worker, self, message),
         )
-        self.hears = Link(self.clock, world.local_delay, lambda order: self.do(self._obey, order))
-        self.hellos = False  # whether the agent has heard of it
-        self.gone = False  # whether the agent has seen it end
-        self.raises = False  # an exception is about to leave the script
+        self.from_agent = Link(self.clock, world.local_delay, lambda order: self.do(self._obey, order))
+        self.is_known = False
+        self.raises = False
         self.main_hangs = False
         self._exit_code = 0
         self._current = (0, 0)
-        self._has_left = False  # its script, and it waits for the controller
-        self._outcomes: dict[Any, bool] = {}  # of what it does with other ranks
+        self._has_left = False  # it has left its script, and waits for the controller
+        self._outcomes: dict[Any, bool] = {}  # of its collectives
         self.waits_for: dict[Any, frozenset[int]] = {}
         self._hanging: set[Any] = set()
         self._broken_told: set[str] = set()
-        self._shut_epoch = -1  # the connections of which it has shut
-        self._order: Regroup | None = None  # the newest
-        self._ready: Regroup | None = None  # for the main thread
-        self._left = False  # the main thread has left the loop
+        self._shut_epoch = -1  # the epoch whose connections it has shut
+        self._order: Regroup | None = None  # the newest order
+        self._ready: Regroup | None = None  # the order for the main thread
+        self._is_out_of_loop = False  # the main thread has left the loop
 
     # the main thread
 
@@ -181,7 +185,7 @@ class Worker(Process):
             self.session.board.fail(str(error))
             self._exit_code = 1
             self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
-            return  # and hold
+            return  # the process stays: it may be a holder
         if self.session.door.closed and not self.session.script_may_end.is_set():
             self._has_left = True
             return  # it may be a holder
@@ -198,13 +202,13 @@ class Worker(Process):
         job, draw = self.world.job, self.world.random
         session = self.session
         yield from self._busy(draw.uniform(0.05, 0.5))
-        if self.newcomer:  # alone in its world
+        if self.newcomer:  # it builds its model alone
             self.trainee = Trainee(self)
             self._inner = [object() for _ in job.inner[self.rank]]
             yield from self._rejoin()
         else:
             if self.rank == 0:
-                self.world.disk.clean_all()  # a disk that hangs then lets nobody begin
+                self.world.disk.clean_all()  # while the disk hangs, no rank begins
             yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
             self.trainee = Trainee(self)
             self._inner = [object() for _ in job.inner[self.rank]]
@@ -265,7 +269,7 @@ class Worker(Process):
         yield from self.through(lambda: self.meet(("gather", step, self.epoch), everyone))
 
     def _save(self, step: int) -> Body[None]:
-        """A regular save of the framework; rank 0 gives it its name when every rank has written."""
+        """Make a regular save of the framework; rank 0 renames it when every rank has written."""
         everyone = frozenset(self.world.job.ranks)
         yield from self._busy(self.world.random.uniform(0.01, 0.2))
         yield from self.through(lambda: self.meet(("written", step, self.epoch), everyone))
@@ -292,7 +296,7 @@ class Worker(Process):
             raise ScriptError("it failed")
 
     def meet(self, name: Any, others: frozenset[int]) -> None:
-        """Do something with `others`; the real code is parked until it is done, or broken."""
+        """Take part in a collective with `others`; the real code is parked until it is done or broken."""
         if self._shut_epoch == self.epoch and not meetings.is_apart(name):
             raise RuntimeError("connection shut")
         if name not in self._outcomes:
@@ -305,7 +309,7 @@ class Worker(Process):
             raise RuntimeError(f"{name if isinstance(name, str) else name[0]}: connection closed by peer")
 
     def met(self, name: Any, done: bool) -> None:
-        """What became of it; the first word counts."""
+        """Note the outcome of a collective; the first outcome counts."""
         if done and name in self._hanging:
             return
         if name not in self._outcomes and name in self.waits_for:
@@ -314,7 +318,7 @@ class Worker(Process):
             self.changed()
 
     def hangs_in(self, name: Any) -> None:
-        """What it needs of others will not come; that they are gone, it does not learn."""
+        """Note that a collective will never complete, and that this rank does not learn why."""
         self._hanging.add(name)
 
     def has_done(self, name: Any) -> bool:
@@ -322,18 +326,18 @@ class Worker(Process):
 
     def _send_layout(self, trainee: Any, origin: int) -> None:
         online = "" if self.world.online_s else "off"
-        what = (trainee.shares, trainee.save_folder, origin, "same", trainee.has_local_copy, online)
-        self.say(Layout(self.rank, *what))
+        fields = (trainee.shares, trainee.save_folder, origin, "same", trainee.has_local_copy, online)
+        self.say(Layout(self.rank, *fields))
 
     def _send_broken_barrier(self, error: str) -> None:
-        if error not in self._broken_told:  # the door is tried again, see `clock`
+        if error not in self._broken_told:  # a parked call of the door is repeated, see `clock`
             self._broken_told.add(error)
             self.say(Raised(self.rank, error, 1))
 
     # the processor
 
     def say(self, message: FromWorker) -> None:
-        self.says.send(message)
+        self.to_agent.send(message)
 
     def sigterm(self) -> None:
         self.say(TerminationRequested(self.rank, "SIGTERM"))
@@ -399,13 +403,13 @@ class Worker(Process):
         except Exception as error:
             if not self.cancelled(order):
                 reason = f"{type(error).__name__}: {error}"
-                where = (order.incident, order.attempt, group.group)
-                self.say(WriteFailed(self.rank, *where, reason, session.board.record()))
+                place = (order.incident, order.attempt, group.group)
+                self.say(WriteFailed(self.rank, *place, reason, session.board.record()))
 
     # online recovery
 
     def _regroup(self, order: Regroup) -> Body[None]:
-        """On a thread of the processor."""
+        """Follow an order to regroup, on a thread of the processor."""
         try:
             if not self.newcomer:
                 if self.session.trainee is None:
@@ -416,37 +420,37 @@ class Worker(Process):
                 self.session.door.turn_away()
                 self._shut_epoch = self.epoch
                 self._wake()
-                until = self.clock.now + UNWIND_S
-                while not self._left and not self.cancelled(order):
-                    if self.clock.now >= until:
+                deadline = self.clock.now + UNWIND_S
+                while not self._is_out_of_loop and not self.cancelled(order):
+                    if self.clock.now >= deadline:
                         raise TimeoutError("its main thread has not left the training loop")
                     yield 0.05
             if self.cancelled(order):
                 return
             self._ready = order
             self.changed()
-            for one in order.replaced if not self.newcomer else ():
-                self._give(order, one)
+            for replacement in order.replaced if not self.newcomer else ():
+                self._give(order, replacement)
         except Exception as error:
             self._cannot(order, error)
 
-    def _give(self, order: Regroup, one: Replacement) -> None:
-        """What a newcomer needs of this rank: shards, and the record of the step."""
+    def _give(self, order: Regroup, replacement: Replacement) -> None:
+        """Send a newcomer its shards, and the record of the step."""
         session, trainee, meetings = self.session, self.trainee, self.meetings
         tensors = trainee.before if session.from_local_copy(order.step) else trainee.tensors
-        if one.twin == self.rank:
-            name = _line(order, one.rank, "record")
-            meetings.given[name] = session.record_of(order.step)
+        if replacement.twin == self.rank:
+            name = _line(order, replacement.rank, "record")
+            meetings.handed_over[name] = session.record_of(order.step)
             meetings.arrive(self, name, waits=False)
-        for source in one.sources:
+        for source in replacement.sources:
             if source.source == self.rank:
-                name = _line(order, one.rank, source.group, source.index)
-                meetings.given[name] = tensors[source.group, source.index]
+                name = _line(order, replacement.rank, source.group, source.index)
+                meetings.handed_over[name] = tensors[source.group, source.index]
                 meetings.arrive(self, name, waits=False)
 
     def _rejoin(self) -> Body[None]:
-        """On the main thread, until all go on."""
-        self._left, done = True, None
+        """Take part in a recovery on the main thread, until all ranks go on."""
+        self._is_out_of_loop, done = True, None
         self.world.at_point(self, "unwound")
         while True:
             while self._ready is done and not (done is not None and self.epoch == done.incident):
@@ -459,14 +463,14 @@ class Worker(Process):
                 yield from self._join(done)
             except Exception as error:
                 self._cannot(done, error, may_be_echo=True)
-        self._left, self._ready, self.newcomer = False, None, False
+        self._is_out_of_loop, self._ready, self.newcomer = False, None, False
 
     def _join(self, order: Regroup) -> Body[None]:
         trainee, job, session = self.trainee, self.world.job, self.session
         if self.newcomer:
-            one = next(one for one in order.replaced if one.rank == self.rank)
-            record = yield from self._ask(order, one.twin, _line(order, self.rank, "record"))
-            for source in one.sources:
+            replacement = next(each for each in order.replaced if each.rank == self.rank)
+            record = yield from self._ask(order, replacement.twin, _line(order, self.rank, "record"))
+            for source in replacement.sources:
                 line = _line(order, self.rank, source.group, source.index)
                 shard = yield from self._ask(order, source.source, line)
                 trainee.tensors[source.group, source.index] = shard
@@ -478,7 +482,7 @@ class Worker(Process):
                 session.freezer.go_back(order.step)
                 trainee.tensors.update(trainee.before)
         name = ("dump", "groups", order.incident, order.attempt)
-        # Each takes its own time to come there.
+        # Ranks arrive at different times.
         yield self.world.random.uniform(0.0, 0.05)
         yield from self.through(lambda: self._unless_new(order, name, set(job.ranks)))
         yield self.world.random.uniform(0.0, 0.05)
@@ -491,7 +495,7 @@ class Worker(Process):
 
     def _ask(self, order: Regroup, giver: int, name: Any) -> Body[Any]:
         yield from self.through(lambda: self._unless_new(order, name, {giver}))
-        return self.meetings.given[name]
+        return self.meetings.handed_over[name]
 
     def _unless_new(self, order: Regroup, name: Any, others: set[int]) -> None:
         if self.cancelled(order):
@@ -501,8 +505,8 @@ class Worker(Process):
     def _cannot(self, order: Regroup, error: Exception, *, may_be_echo: bool = False) -> None:
         if not self.cancelled(order):
             reason = f"{type(error).__name__}: {error}"
-            where = (self.rank, order.incident, order.attempt)
-            self.say(RegroupFailed(*where, reason, may_be_echo=may_be_echo))
+            place = (self.rank, order.incident, order.attempt)
+            self.say(RegroupFailed(*place, reason, may_be_echo=may_be_echo))
 
     def cancelled(self, order: Dump | Regroup) -> bool:
         return self._current != (order.incident, order.attempt)

@@ -1,4 +1,4 @@
-"""A job around real controllers, from its start to its end, driven by a seed: its generations, in turn."""
+"""A job around real controllers, driven by a seed: all of its generations, from start to end."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from tests.simulation.spare_nodes import FIRST_MACHINE, SpareGate, SpareNode
 from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.worker import Worker
 
-# Nothing here takes longer: two time-outs, and what agents wait for at the end.
+# Longer than any job: two timeouts, and the waits of agents at the end.
 NEVER_S = 2000.0
 
 
-# Generations of a job, and how often it is started again after an incident.
+# The most generations of a job, and the probability of a restart after an incident.
 GENERATIONS = 3
 RESTARTS = 0.4
-# `undisturbed` finds its job within the first few.
+# `undisturbed` finds a job within the first few of these seeds.
 _SEEDS = 300
 
 
 def undisturbed(fits: Callable[[World], bool], log: list[str] | None = None) -> World:
-    """Return the first job that `fits` and has no faults.
+    """Return the first job without faults that `fits`.
 
     Args:
-        fits: says whether it has as many nodes or ranks as are wanted.
-        log: takes what happens in it.
+        fits: whether the job has the required nodes or ranks.
+        log: receives a line for each event.
 
     Raises:
-        AssertionError: there is none among the first seeds.
+        AssertionError: no job of the first seeds fits.
     """
     for seed in range(_SEEDS):
         world = World(Random(seed), log, None)
@@ -51,7 +51,7 @@ def undisturbed(fits: Callable[[World], bool], log: list[str] | None = None) -> 
 
 
 def live(seed: int, *, log: list[str] | None = None) -> World:
-    """All generations of the job of a seed; the last of them."""
+    """Run all generations of the job of a seed, and return the last one."""
     world = World(Random(seed), log, None)
     world.run()
     while world.starts_again():
@@ -61,14 +61,19 @@ def live(seed: int, *, log: list[str] | None = None) -> World:
 
 
 class World:
-    """One generation. `hubs` by their terms and machines.
+    """One generation of a job.
 
-    agents  of each node, the one that has its place
-    machines  all agents, by their machines, also those whose places others have
-    spares  the processes of spare nodes, by their machines
-    gate    where they wait; None: the job has none
-    log     tells a person what happened, in order; None where nobody will read it
-    before  the generation before this one: time, the disk and what the agents do to it go on
+    Attributes:
+        hubs: controllers by term and machine.
+        agents: by node, the agent that has the node's place.
+        machines: all agents by machine, also those that have lost their places.
+        spares: the processes of spare nodes by machine.
+        gate: the gate of spare nodes; None: the job has no spare nodes.
+        log: receives a line for each event, for people to read; None: no log.
+        before: the previous generation: time, the disk and running tasks on it go on.
+        filled: places that spare nodes have got for the next generation, by node.
+        came: agents of spare nodes that were accepted during the current online recovery.
+        recovered_with: the number of spare nodes that train after an online recovery.
     """
 
     def __init__(self, random: Random, log: list[str] | None, before: World | None) -> None:
@@ -80,15 +85,15 @@ class World:
             self.number = 1
             self.job = jobs.draw(draw)
             self.disk = Disk(self.clock, draw)
-            where = {node: node for node in sorted(set(self.job.nodes))}
-            count = draw.choice([0, 1, 2]) if len(where) > 1 else 0
+            machines = {node: node for node in sorted(set(self.job.nodes))}
+            count = draw.choice([0, 1, 2]) if len(machines) > 1 else 0
             self.spares = {
                 machine: SpareNode(self, machine) for machine in range(FIRST_MACHINE, FIRST_MACHINE + count)
             }
             self.gate = SpareGate(self, list(self.spares.values())) if count else None
         else:
             self.spares, self.gate = before.spares, before.gate
-            where = {node: agent.machine for node, agent in before.agents.items()} | before.filled
+            machines = {node: agent.machine for node, agent in before.agents.items()} | before.filled
             self.clock, self.disk = before.clock, before.disk
             self.number = before.number + 1
             tracker = self.disk.tracker
@@ -103,17 +108,17 @@ class World:
         self._save_interval = draw.choice([0, 0, 0, 2])
         chance = draw.random()
         self._pause_before = draw.choice(self.job.steps) if chance < 0.1 else -1
-        if chance > 0.9:  # updates take longer than a rank has for its answer where others have its shards
+        if chance > 0.9:  # an update takes longer than the deadline of a rank whose shards others hold
             self.timeout_s, self.hang_s, self.update_s = 30.0, 60.0, 6.0
         self.hubs: dict[tuple[int, int], ControllerHost] = {}
-        self.filled: dict[int, int] = {}  # places that spare nodes have got for the next generation
-        self.came: list[Agent] = []  # of spare nodes that were let in while others waited for them
-        self.recovered_with = before.recovered_with if before is not None else 0  # so many train since
+        self.filled: dict[int, int] = {}
+        self.came: list[Agent] = []
+        self.recovered_with = before.recovered_with if before is not None else 0
         self.invariants = Invariants(self)
         self.step_invariants = StepInvariants(self)
         self.meetings = Meetings(self)
         self.dumping = Dumping(self)
-        self.agents = {node: Agent(self, node, machine) for node, machine in where.items()}
+        self.agents = {node: Agent(self, node, machine) for node, machine in machines.items()}
         self.machines = {agent.machine: agent for agent in self.agents.values()}
         self.network = Network(self)
         self.workers: dict[int, Worker] = {}
@@ -132,39 +137,39 @@ class World:
                         self.faults.never_comes(spare.agent)
         self.tell(str(self.job))
 
-    def tell(self, what: str) -> None:
+    def tell(self, event: str) -> None:
         if self.log is not None:
-            self.log.append(f"{self.clock.now:9.4f} {what}")
+            self.log.append(f"{self.clock.now:9.4f} {event}")
 
-    # what the parts ask for
+    # used by the parts of the world
 
     def local_delay(self) -> float:
         draw = self.random.random()
         return 0.0001 + draw * (0.005 if draw > 0.95 else 0.001)
 
     def pause_before(self, step: int) -> float:
-        """An evaluation between two steps takes longer than any step."""
+        """Return the pause before a step: an evaluation between two steps takes longer than any step."""
         return 2 * self.hang_s if step == self._pause_before else 0.0001
 
     def saves_after(self, step: int) -> bool:
         return bool(self._save_interval) and step % self._save_interval == 0
 
-    def apart(self, one: Worker, other: Worker) -> bool:
-        """Whether no packet passes between two workers."""
-        return self.network.apart(one.machine, other.machine)
+    def apart(self, worker: Worker, peer: Worker) -> bool:
+        """Return whether no packet passes between two workers."""
+        return self.network.apart(worker.machine, peer.machine)
 
     @property
     def all_machines(self) -> list[int]:
-        """Also those of spare nodes that wait."""
+        """All machines, also those of waiting spare nodes."""
         return sorted({*self.machines, *(m for m, spare in self.spares.items() if spare.alive)})
 
     @property
     def newest(self) -> ControllerHost:
-        """With the controller of the latest term, but for those on machines whose places others have."""
-        if len(self.hubs) == 1:  # most of the time, and this is asked at each event
+        """The controller of the latest term whose machine has not lost its place."""
+        if len(self.hubs) == 1:  # the common case; this is called at each event
             return next(iter(self.hubs.values()))
-        there = [key for key, hub in self.hubs.items() if self.agents[hub.term] is hub.agent]
-        return self.hubs[max(there)]
+        keys = [key for key, hub in self.hubs.items() if self.agents[hub.term] is hub.agent]
+        return self.hubs[max(keys)]
 
     def on_board(self, worker: Worker) -> None:
         self.invariants.board(worker)
@@ -175,17 +180,17 @@ class World:
         self.faults.on_phase(worker, point)
 
     def replace(self, agent: Agent, rank: int, pid: int) -> Worker:
-        """Another process is `rank` now; the one before has ended, or its node has lost its place."""
+        """Let a new process be `rank`; the old one has ended, or its node has lost its place."""
         worker = Worker(agent, rank, pid, newcomer=True)
         assert rank not in agent.workers or not agent.workers[rank].alive, "two processes of one rank"
         agent.workers[rank] = worker
-        if self.agents[agent.node] is agent:  # else it has its workers for nothing
+        if self.agents[agent.node] is agent:  # otherwise its workers train with nobody
             self.meetings.comes_new(rank)
             self.workers[rank] = worker
         return worker
 
     def begin_spare(self, spare: SpareNode) -> Agent:
-        """The agent of a spare node begins, which has got a place while others train."""
+        """Start the agent of a spare node that got a place while others train."""
         assert spare.place is not None
         agent = self.machines[spare.machine] = Agent(self, spare.place.node, spare.machine, spare.place)
         self.faults.on_spare(spare, "began")
@@ -193,10 +198,10 @@ class World:
         return agent
 
     def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
-        """The controller has accepted the hello of `agent`, and with it that it has the place of its node.
+        """Give the agent the place of its node: the controller has accepted its hello.
 
-        It has no place in the job where both were cut off together, and others have its place; nor where its
-        hello was on its way when the controller's node was cut off.
+        The agent gets no place in two cases: it and the controller were cut off together and others have its
+        place, or its hello was on its way when the controller's node was cut off.
         """
         before = self.agents[agent.node]
         apart = self.agents[hub.term] is not hub.agent or hub.agent.machine in self.network.cut
@@ -211,28 +216,28 @@ class World:
 
     # ends
 
-    def end(self, worker: Worker, status: int, *, told: bool = True) -> None:
-        """A process ends; `told`: its kernel lives, and tells its agent and whom it was connected to."""
+    def end(self, worker: Worker, status: int, *, noticed: bool = True) -> None:
+        """End a process; `noticed`: its kernel lives and informs its agent and its peers."""
         if not worker.alive:
             return
         worker.alive = False
         self.tell(f"-- rank {worker.rank} ends with {status}")
-        worker.meetings.died(worker, told=told)
-        if not told:
+        worker.meetings.died(worker, noticed=noticed)
+        if not noticed:
             return
         agent = worker.agent
         dying = self.random.uniform(0.0001, 0.002)
-        # Freeing memory takes time; a small process is gone as soon as its main thread.
+        # Freeing memory takes time; a small process is gone as soon as its main thread ends.
         freed = self.random.choice([0.0, 0.001, 0.3])
         agent.later(dying, agent.see_dying, worker)
         agent.later(
             max(0.0, self.random.uniform(-0.0005, 0.002) + dying + freed), agent.see_dead, worker, status
         )
 
-    def end_agent(self, agent: Agent, *, told: bool) -> None:
-        """The process of an agent ends, and its workers."""
+    def end_agent(self, agent: Agent, *, noticed: bool) -> None:
+        """End the process of an agent and its workers."""
         for worker in agent.workers.values():
-            self.end(worker, -9, told=told)
+            self.end(worker, -9, noticed=noticed)
         agent.alive = False
         agent.folder_tasks.end()
         if agent.machine in self.spares:
@@ -240,7 +245,7 @@ class World:
         self.network.close(agent.machine)
 
     def over(self) -> bool:
-        """Every agent has seen its workers off, or the script has come to its end on every rank."""
+        """Return whether every agent has seen its workers end, or every rank's script has finished."""
         goes_on = False
         for agent in self.machines.values():
             if agent.alive and not agent.settled:
@@ -254,7 +259,7 @@ class World:
         return controller.incident is None and (newest.left or controller.membership.everyone_is_dead)
 
     def run(self) -> None:
-        """To the end; raises AssertionError where an invariant is broken."""
+        """Run to the end. Raises AssertionError if an invariant is broken."""
         with self.by_its_clock():
             try:
                 while not self.over():
@@ -268,7 +273,7 @@ class World:
                 raise
 
     def close(self) -> None:
-        """Nothing runs any more, and the boards are gone."""
+        """Stop everything, and release the boards."""
         for agent in self.machines.values():
             for worker in agent.workers.values():
                 worker.alive = False
@@ -276,7 +281,7 @@ class World:
             agent.boards.close()
 
     def starts_again(self) -> bool:
-        """Whether torch starts the workers again; what is wrong with the disk has been seen to."""
+        """Return whether torch restarts the workers; the disk has been repaired then."""
         try:
             with self.by_its_clock():
                 return self._starts_again()
@@ -284,24 +289,27 @@ class World:
             self.close()
 
     def _starts_again(self) -> bool:
-        told = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
-        if not told or self.number == GENERATIONS or self.random.random() > RESTARTS:
+        has_verdict = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
+        if not has_verdict or self.number == GENERATIONS or self.random.random() > RESTARTS:
             return False
         if self.gate is not None and not self._fill_places(self.gate):
             return False
         for agent in self.machines.values():
-            agent.alive = False  # but for its threads that work on the disk
+            agent.alive = False  # its threads that work on the disk go on
         self.disk.heal()
         return True
 
     def _fill_places(self, gate: SpareGate) -> bool:
-        """Give the places of lost nodes to spare nodes, as `launchers.agent` does; False: the job ends.
+        """Give the places of lost nodes to spare nodes, as `launchers.agent` does.
 
-        Where no spare node waits for any of them the lost nodes themselves come back, as in jobs without.
+        If no spare node waits, the lost nodes come back themselves, as in jobs without spare nodes.
+
+        Returns:
+            Whether the job goes on.
         """
         agent = self.agents[0]
         if not agent.alive or agent.verdict is None or agent.controller_host is None:
-            return not gate.owners  # the store is lost in which it is written down who has them
+            return not gate.owners  # the store that names the owners is lost
         lost, members = agent.verdict.lost, agent.controller_host.controller.membership
         counts = StartCounts(0, self.number)
 
@@ -325,7 +333,7 @@ class World:
 
     @contextmanager
     def by_its_clock(self) -> Iterator[None]:
-        """The session measures steps by the clock of this world."""
+        """Let the session measure steps by the clock of this world."""
         clocks = (freezer, update_window, pace)
         real = [module.time for module in clocks]  # type: ignore[attr-defined]
         for module in clocks:
@@ -333,8 +341,8 @@ class World:
         try:
             yield
         finally:
-            for module, its in zip(clocks, real, strict=True):
-                module.time = its  # type: ignore[attr-defined]
+            for module, original in zip(clocks, real, strict=True):
+                module.time = original  # type: ignore[attr-defined]
 
     def monotonic(self) -> float:
         return self.clock.now
