@@ -113,6 +113,11 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         ("iterations_to_skip", "--iterations-to-skip reads data outside of steps"),
         ("delay_wgrad_compute", "--delay-wgrad-compute keeps work of a step in queues of its own"),
         (
+            "overlap_dispatch_backward_with_experts_wgrad",
+            "--overlap-dispatch-backward-with-experts-wgrad keeps work of a step in queues of its own",
+        ),
+        ("moe_paged_stash", "--moe-paged-stash keeps tensors of a step in queues of its own"),
+        (
             "fine_grained_activation_offloading",
             "--fine-grained-activation-offloading keeps tensors of a step in queues of its own",
         ),

@@ -80,7 +80,9 @@ def _has_saved_nothing(args: Any) -> bool:
         or getattr(args, "reset_iteration", False)
     ):
         return False
-    began = getattr(args, "ckpt_step", None) or tracker.tracked_step(Path(args.load))
+    began = getattr(args, "override_ckpt_iteration", None)
+    if began is None:
+        began = getattr(args, "ckpt_step", None) or tracker.tracked_step(Path(args.load))
     saved = tracker.tracked_step(Path(args.save))
     return began is not None and saved is not None and saved <= began
 

@@ -41,6 +41,8 @@ ALLOWED_VALUES: Values = (
     ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
     ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
     ("enable_hetero", (False,), "a job whose pipeline stages have parallel sizes of their own"),  # FlagScale
+    ("export_kd_teacher_load", (None,), "a model that ModelOpt makes a student"),
+    ("freeze_all_layers", (False,), "a job that trains nothing, whose saves have no weights,"),
     ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
 

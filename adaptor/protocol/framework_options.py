@@ -9,6 +9,7 @@ START_ONLY: dict[str, bool | None] = {
     "no_load_rng": None,
     "load_main_params_from_ckpt": False,  # taken by the framework only with no_load_optim
     "ckpt_step": None,
+    "override_ckpt_iteration": None,
     # Of ModelLink.
     "no_load_lr_state": False,
     "reset_iteration": False,

@@ -45,6 +45,8 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe(), ["a second copy of everything, and online recovery"]),
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
         (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8-r", "--use-megatron-f"]),
+        (recipe("--export-kd-teacher-load", "teacher"), ["refused before", "--export-kd-teacher-load"]),
+        (recipe("--freeze-all-layers"), ["refused before the first step", "--freeze-all-layers"]),
         (recipe("--optimizer", "muon"), ["refused before the first step", "--use-distributed-opt"]),
         (recipe("--compress-optimizer", framework="mindspeed-llm"), ["refused", "--compress-opt"]),
         (recipe("--swap-optimizer", framework="mindspeed-llm"), ["refused", "--swap-optimizer"]),

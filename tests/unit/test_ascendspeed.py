@@ -19,6 +19,7 @@ from adaptor.frameworks import (
     supported_options,
 )
 from adaptor.protocol import environment
+from adaptor.protocol.framework_options import START_ONLY
 
 
 def _args(**more: Any) -> Namespace:
@@ -218,6 +219,9 @@ def test_a_restart_loads_the_optimizer_from_its_own_folder(
         ("3", {"reset_iteration": True}, "--save"),  # so does this
         ("250", {"ckpt_step": 200}, "--save"),
         ("150", {"ckpt_step": 200}, "/weights"),
+        ("8", {"override_ckpt_iteration": 7}, "--save"),  # the weights of 300, with the data of step 8
+        ("3", {"override_ckpt_iteration": 0}, "--save"),
+        ("7", {"override_ckpt_iteration": 7}, "/weights"),
     ],
 )
 def test_a_restart_goes_back_to_no_earlier_run(
@@ -233,8 +237,8 @@ def test_a_restart_goes_back_to_no_earlier_run(
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
     assert args.load == str(save if loads == "--save" else load)
-    if loads != "--save":
-        assert args.ckpt_step == given.get("ckpt_step")
+    expected = {name: START_ONLY[name] for name in given} if loads == "--save" else given
+    assert {name: getattr(args, name) for name in given} == expected
 
 
 def test_a_model_that_modelopt_has_converted() -> None:

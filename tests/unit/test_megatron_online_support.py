@@ -99,6 +99,11 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
             {"delay_wgrad_compute": True},
             "--delay-wgrad-compute keeps work of a step in queues of its own",
         ),
+        (
+            {"overlap_dispatch_backward_with_experts_wgrad": True, "delay_wgrad_compute": False},
+            "--overlap-dispatch-backward-with-experts-wgrad keeps work of a step in queues of its own",
+        ),
+        ({"moe_paged_stash": True}, "--moe-paged-stash keeps tensors of a step in queues of its own"),
         ({"skip_iters_range": [3, 5]}, "--skip-iters-range reads data outside of steps"),
         ({"use_dualpipev": True}, "--use-dualpipev keeps work of a step in queues of its own"),
         (
