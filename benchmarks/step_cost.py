@@ -9,7 +9,8 @@ framework, and take turns: while one makes a block of steps, the other waits in 
 uses no CPU. So both see the same machine within seconds, whatever else it does, and start-up is paid once.
 Each pair of neighbouring blocks gives one ratio of median step times; the figure is the median of these
 ratios, with a 95 % interval (bootstrap over pairs). A few starts, because a process keeps what it drew at its
-start (memory layout, ports). Losses of both jobs are compared bit for bit besides.
+start (memory layout, ports). The CPU time of all processes of a job, launcher included, is compared in the
+same way: a busy machine changes it less. Losses of both jobs are compared bit for bit besides.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Referee:
             self._await(arm)
 
     def play(self, arm: str) -> int:
-        """Let a job make one block; returns what was sent meanwhile over the loopback, in bytes."""
+        """Let a job make one block; return what was sent meanwhile over the loopback, in bytes."""
         before = _loopback()
         for connection in self._ranks[arm]:
             connection.sendall(b"!")
@@ -112,6 +113,12 @@ def _loopback() -> int:
         line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:")
     ]
     return int(line.partition(":")[2].split()[8])
+
+
+def _cpu_seconds(job: Job) -> float:
+    """Return the CPU time of the launcher and of its descendants so far."""
+    processes = [job.launcher, *job.launcher.children(recursive=True)]
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def medians(
@@ -154,8 +161,9 @@ def one_start(
 ) -> dict[str, Any]:
     """Start both jobs, let them take turns; `beside` is what is done while a job has its turn.
 
-    Returns, for each block of each job, the median step time and the bytes sent in a step; what the ranks
-    wrote down; which job began each pair; how many records were compared. JobError if two differ.
+    Returns, for each block of each job, the median step time, and the bytes sent and the CPU time in a step;
+    what the ranks wrote down; which job began each pair; how many records were compared. JobError if two
+    differ.
     """
     name = f"ttp-step-cost-{folder.name}-{time.time_ns()}"
     referee = Referee(name, race.ranks)
@@ -177,6 +185,7 @@ def one_start(
     }
     order: list[str] = []
     sent: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    cpu: dict[str, list[float]] = {arm: [] for arm in ARMS}
     try:
         with jobs["off"], jobs["on"]:
             referee.gather()
@@ -184,8 +193,10 @@ def one_start(
                 turn = source.sample(ARMS, k=2)
                 order.append(turn[0])
                 for arm in turn:
+                    began = _cpu_seconds(jobs[arm])
                     with beside(arm):
                         sent[arm].append(referee.play(arm) / race.block)
+                    cpu[arm].append((_cpu_seconds(jobs[arm]) - began) / race.block)
                 if pair % 10 == 0:
                     print(f"  pair {pair} of {race.pairs}", flush=True)
     finally:
@@ -197,6 +208,7 @@ def one_start(
         "on": on,
         "first": order[1:],
         "sent": {arm: sent[arm][1:] for arm in ARMS},
+        "cpu": {arm: cpu[arm][1:] for arm in ARMS},
         "watched": {arm: jobs[arm].watched() for arm in ARMS},
         "compared": compare(jobs["off"], jobs["on"]) if race.alike else 0,
     }
@@ -272,6 +284,10 @@ def main() -> None:
     ]
     whole = {arm: spread([seconds for start in starts for seconds in start[arm]]) for arm in ARMS}
     rows.append(["all", *(f"{1000 * whole[arm]['median']:.1f}" for arm in ARMS), f"{ratio:.4f}"])
+    of_cpu = {arm: [seconds for start in starts for seconds in start["cpu"][arm]] for arm in ARMS}
+    cpu_ratios = [on / off for off, on in zip(of_cpu["off"], of_cpu["on"], strict=True)]
+    cpu_off, cpu_on = (1000 * statistics.median(of_cpu[arm]) for arm in ARMS)
+    cpu_ratio, (cpu_low, cpu_high) = statistics.median(cpu_ratios), interval(cpu_ratios, given.seed)
     resolution = (high - low) / 2
     verdict = "reached" if ratio <= target else "MISSED"
     if resolution > 0.01:
@@ -283,10 +299,13 @@ def main() -> None:
         table([f"{middle} step, ms", "off", "on", "on / off"], rows)
         + f"\n\n{what} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
         + f"at most {target:g}: {verdict}"
+        + f"\nCPU time of a step, all processes: {cpu_off:.1f} and {cpu_on:.1f} ms; "
+        + f"{cpu_ratio:.4f}, 95 % interval {cpu_low:.4f} to {cpu_high:.4f}"
         + (f"\nlosses and grad norms: {compared} compared, all equal, bit for bit" if compared else ""),
         {
             "ratio": ratio,
             "interval": [low, high],
+            "cpu": {"ratio": cpu_ratio, "interval": [cpu_low, cpu_high]},
             "target": target,
             "reached": ratio <= target,
             "seconds_per_step": whole,

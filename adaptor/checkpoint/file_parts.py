@@ -137,7 +137,7 @@ class PartWriter:
 
     def __init__(self, files: Sequence[int], exchange: Exchange) -> None:
         self._files = files
-        self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
+        self._blocks = _Blocks()
         self._exchange = exchange
         self._stretches: list[_Stretch] = []
         # Not before a block is written: a sync waits for the writes of other ranks to the file, too. And not
@@ -202,7 +202,7 @@ class PartWriter:
         at = region.at + (begin - region.begin) * itemsize
         for low, high in _cut(at, (end - begin) * itemsize):
             first, last = begin + low // itemsize, begin + high // itemsize
-            shard = _Shard(region, index, first, self._block, self._exchange, self.not_finite)
+            shard = _Shard(region, index, first, self._blocks, self._exchange, self.not_finite)
             shard.open(pieces, last)
             observer, see = self._exchange.observer, None
             if observer is not None:  # not by a method of this object: a cycle would keep the process group
@@ -273,6 +273,14 @@ def _show(
     observer.see(region, first + begin // itemsize, data)
 
 
+class _Blocks:
+    """The memory of a block in the saved dtype, and of its elements (two bytes or more) from a device."""
+
+    def __init__(self) -> None:
+        self.saved = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
+        self.from_device = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")
+
+
 class _Shard:
     """Reads the elements of a region in one shard's part of a bucket; zero between params."""
 
@@ -281,12 +289,12 @@ class _Shard:
         region: Region,
         index: int,
         begin: int,
-        block: torch.Tensor,
+        blocks: _Blocks,
         exchange: Exchange,
         not_finite: list[NotFinite],
     ) -> None:
         self._region, self._index, self._begin = region, index, begin
-        self._block, self._exchange, self._not_finite = block, exchange, not_finite
+        self._blocks, self._exchange, self._not_finite = blocks, exchange, not_finite
         self._dtype = getattr(torch, region.dtype)
         self.itemsize = self._dtype.itemsize
         self._pieces: list[tuple[int, int, torch.Tensor]] = []
@@ -302,17 +310,26 @@ class _Shard:
         if (host_bytes := self._on_host(first, last)) is not None:
             self._note(host_bytes, first, last)
             return _view(host_bytes.view(torch.uint8))
-        block = self._block[: last - first].zero_()
+        block_bytes = self._blocks.saved[: (last - first) * self.itemsize]
+        block, filled = block_bytes.view(self._dtype), first
         while self._pieces and self._pieces[-1][0] < last:  # in order, and read in order
             start, stop, tensor = self._pieces[-1]
             low, high = max(start, first), min(stop, last)
-            into = block[low - first : high - first]
-            self._exchange.device.copy(into, tensor[low - start : high - start])
+            block[filled - first : low - first].zero_()
+            into, part = block[low - first : high - first], tensor[low - start : high - start]
+            if part.device.type == "cpu" or part.dtype == self._dtype:
+                self._exchange.device.copy(into, part)
+            else:
+                on_host = self._blocks.from_device[: high - low]
+                self._exchange.device.copy(on_host, part)
+                into.copy_(on_host)
             self._note(into, low, high)
+            filled = high
             if stop > last:
                 break
             self._pieces.pop()
-        return _view(block.to(self._dtype).view(torch.uint8))
+        block[filled - first :].zero_()
+        return _view(block_bytes)
 
     def _on_host(self, first: int, last: int) -> torch.Tensor | None:
         """Return elements [`first`, `last`) in place if one tensor on the host has them in that dtype."""
@@ -326,7 +343,7 @@ class _Shard:
 
     def _note(self, content: torch.Tensor, first: int, last: int) -> None:
         """Note elements [`first`, `last`) if they are not finite in the saved dtype."""
-        if not shards.is_finite(content if self._dtype == torch.float32 else content.to(self._dtype)):
+        if not shards.is_finite(content):
             self._not_finite.append(_not_finite(self._region, self._index, first, last))
 
 

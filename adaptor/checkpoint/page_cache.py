@@ -13,6 +13,7 @@ and the kernel reads ahead (`begin_read_ahead`). Reading ahead is a hint: the lo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -29,6 +30,7 @@ _THREADS = 2
 _SLOTS = 4
 # Of memory, and of the place and the size in the file; disks require 512 or 4,096 bytes.
 _ALIGNMENT = 4096
+_HUGE = 2 << 20  # bytes of a huge page
 
 
 class DirectWriter:
@@ -103,7 +105,7 @@ class DirectWriter:
         if self._threads:
             return True
         try:
-            memory = memoryview(mmap.mmap(-1, _SLOTS * self._block))
+            memory = _huge_pages(_SLOTS * self._block)
             for _ in range(_THREADS):
                 thread = threading.Thread(target=self._serve, name="ttp-write", daemon=True)
                 thread.start()
@@ -125,6 +127,18 @@ class DirectWriter:
             except Exception as raised:  # of any kind: the caller waits for the block
                 error = raised
             self._done.put((slot, error))
+
+
+def _huge_pages(count: int) -> memoryview:
+    """Return `count` bytes of memory, in huge pages where the system has some.
+
+    A direct write finds and holds each page of its data: with small pages that is half of its CPU time.
+    """
+    memory = mmap.mmap(-1, count + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
+    return memoryview(memory)[begin : begin + count]
 
 
 def _past_the_cache(descriptor: int) -> int | None:

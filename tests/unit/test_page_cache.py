@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import random
 import subprocess
@@ -53,6 +55,16 @@ def test_what_is_taken_is_in_the_file(file: int) -> None:
     taken = _write(file, blocks)
     assert set(taken) == {disk.is_on_own_disk(file)}
     assert os.pread(file, COUNT * BLOCK, 0) == b"".join(blocks)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_blocks_begin_at_a_huge_page(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    if refuses:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # no advice that a kernel knows
+    memory = page_cache._huge_pages(4 * BLOCK)
+    memory[:] = bytes(range(256)) * (BLOCK // 64)
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % (2 << 20) == 0
+    assert len(memory) == 4 * BLOCK
 
 
 def test_a_disk_that_asks_for_larger_units_gets_it_through_the_cache(file: int) -> None:
