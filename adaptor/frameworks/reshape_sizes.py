@@ -267,8 +267,9 @@ def _trains(args: Any, tensor: int, pipeline: int) -> bool:
 def require_sizes_of_checkpoint(args: Any) -> None:
     """Refuse to load a checkpoint of the job in other sizes, if TTP_RESHAPE is not set.
 
-    The check concerns the format `torch`, in which the framework loads only its own sizes; the framework
-    would report the difference in the traceback of an assertion. Called by rank 0 only.
+    The check concerns the format `torch`, and optimizer state of `torch_dist` that is not fully reshardable:
+    the framework loads both only in their own sizes, and reports other sizes in a traceback. Called by rank 0
+    only.
 
     Args:
         args: of the framework, validated.
@@ -281,12 +282,18 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     if step is None or load.resolve() != save.resolve() or not tracker.has_manifest(load, step):
         return
     folder = load / naming.final_name(step)
-    if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
-        return
-    from adaptor.transform.source import sizes_at  # imported only where a checkpoint is read
+    from adaptor.transform import sharded_source  # imported only where a checkpoint is read
+    from adaptor.transform.source import sizes_at
 
+    is_sharded = sharded_source.is_sharded(folder)
+    if is_sharded and not _loads_sharded_optimizer(args):
+        return
+    if not is_sharded and not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
+        return
     try:
         sizes_of_step = sizes_at(load, step)
+        if is_sharded and sharded_source.fits_any_size(folder):
+            return
     except AdaptorError:
         return  # the framework may be able to load it
     if (sizes_of_step.tp, sizes_of_step.pp) != (
@@ -300,6 +307,12 @@ def require_sizes_of_checkpoint(args: Any) -> None:
             f" transforms it first, or start with --tensor-model-parallel-size {sizes_of_step.tp}"
             f" --pipeline-model-parallel-size {sizes_of_step.pp}"
         )
+
+
+def _loads_sharded_optimizer(args: Any) -> bool:
+    """Return whether the framework would load the state of a distributed optimizer."""
+    leaves_out = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
+    return bool(getattr(args, "use_distributed_optimizer", False)) and not leaves_out
 
 
 def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:

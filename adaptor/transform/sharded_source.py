@@ -46,6 +46,29 @@ def is_sharded(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
 
+def fits_any_size(folder: Path) -> bool:
+    """Return whether the framework loads the optimizer state in `folder` in other tensor and pipeline
+    parallel sizes; True if there is none.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    common = archive.read(_existing(folder / COMMON))
+    args = arguments_of(common, folder / COMMON)
+    return getattr(args, "no_save_optim", False) or _kind(common, args) not in (_BUCKETS, _GATHERED)
+
+
+def _metadata(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = common.get("content_metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _kind(common: Mapping[str, Any], args: Namespace) -> Any:
+    """Return the kind of the optimizer's state; versions before 0.13 do not save it."""
+    parallel = getattr(args, "ckpt_fully_parallel_save", False)
+    return _metadata(common).get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
+
+
 class ShardedCheckpoint:
     """A checkpoint of the format `torch_dist`: its index, the common state of all ranks, its layout file.
 
@@ -71,12 +94,8 @@ class ShardedCheckpoint:
         self.common: dict[str, Any] = common
         self.args: Namespace = arguments_of(common, folder / COMMON)
         self.sizes = Sizes.of(self.args)
-        metadata = common.get("content_metadata")
-        saved_step = metadata if isinstance(metadata, dict) else {}
-        self._is_numbered = saved_step.get("singleton_local_shards") is True
-        # Versions before 0.13 do not say the kind.
-        parallel = getattr(self.args, "ckpt_fully_parallel_save", False)
-        self._kind = saved_step.get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
+        self._is_numbered = _metadata(common).get("singleton_local_shards") is True
+        self._kind = _kind(common, self.args)
         if not weights_only and self._kind not in (RESHARDABLE, FLAT, _BUCKETS, _GATHERED):
             raise UnsupportedError(
                 f"{folder}: has optimizer state of the kind {str(self._kind)[:60]}, which is not transformed"

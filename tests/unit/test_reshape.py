@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from adaptor import context, output
 from adaptor.__main__ import main
@@ -105,6 +106,26 @@ def test_without_the_setting_other_sizes_are_refused(
     else:
         reshape_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
     reshape_sizes.require_sizes_of_checkpoint(job_arguments(tmp_path, save, **sizes))
+
+
+def test_without_the_setting_sharded_optimizer_state_of_other_sizes_is_refused(
+    pristine: Path, tmp_path: Path
+) -> None:
+    """Unless the framework loads it in any sizes, or would not load it."""
+    save = tmp_path / "save"
+    sizes = ("--tp", "2", "--workers", "1")
+    assert main(["transform", str(pristine), str(save), *sizes, "--format", "torch_dist"]) == 0
+    arguments = job_arguments(save)
+    reshape_sizes.require_sizes_of_checkpoint(arguments)
+    common = save / FOLDER / "common.pt"
+    body = torch.load(common, weights_only=False)
+    body["content_metadata"]["distrib_optim_sharding_type"] = "dp_reshardable"
+    torch.save(body, common)
+    with pytest.raises(ResumeError, match="has TP2 PP1, and the job has TP1 PP1: give --ttp-reshape auto"):
+        reshape_sizes.require_sizes_of_checkpoint(arguments)
+    reshape_sizes.require_sizes_of_checkpoint(job_arguments(save, tp=2))
+    arguments.no_load_optim = True
+    reshape_sizes.require_sizes_of_checkpoint(arguments)
 
 
 def test_there_and_back(
