@@ -178,6 +178,8 @@ class Feasibility:
             raise CannotRegroupError("the script saves by handlers of its own")
         if failures.is_known:
             cause = failures.first(self.state.silent)
+            if cause.mistake:  # the verdict says so
+                raise CannotRegroupError("")
             if failures.hang_s and cause.rank < 0:
                 raise CannotRegroupError("no rank stands out as the cause of the hang")
             if reason := self.recoveries.why_no_more(cause, step, failures.out_of_memory):

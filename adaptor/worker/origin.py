@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adaptor import text
+from adaptor.errors import StepError
 from adaptor.protocol.messages import Origin, ScriptStage
 
 
@@ -58,7 +59,8 @@ def origin_of(error: BaseException, finished: int, stage: int, *, trains: bool, 
     Args:
         finished: the step that this rank has finished, -1 before training.
     """
-    mistake = not trains and not is_restart and _is_a_mistake(error)
+    # In training the steps of a loop that calls the adaptor wrongly; no start, and no repetition, mends that.
+    mistake = not is_restart and (isinstance(error, StepError) if trains else _is_a_mistake(error))
     lasting = (not trains or stage != ScriptStage.TRAINING) and _is_lasting(error)
     return Origin(type(error).__name__, _where(error), finished, mistake, lasting)
 

@@ -307,9 +307,10 @@ def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
 )
 def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2)
+    ended = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2, restarts=1)
     assert ended.code == 1, ended.log[-3000:]
     assert "StepError: step 6 was begun, expected step 5" in ended.last_line
+    assert "; not started again: another start would fail in the same way" in ended.last_line
     assert "Traceback" not in ended.log
     outcome.assert_saved(save, 4)
 

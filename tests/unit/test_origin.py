@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from adaptor.errors import StepError
 from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.origin import origin_of
 
@@ -55,3 +56,11 @@ def test_what_another_start_cannot_mend(error: BaseException, lasting: bool) -> 
     assert origin_of(error, -1, ScriptStage.TRAINING, trains=False, is_restart=False).lasting is lasting
     assert not origin_of(error, -1, ScriptStage.TRAINING, trains=True, is_restart=False).lasting
     assert origin_of(error, 7, ScriptStage.TRAINED, trains=True, is_restart=False).lasting is lasting
+
+
+@pytest.mark.parametrize(("trains", "is_restart"), [(True, False), (True, True), (False, False)])
+def test_a_wrong_use_of_the_interface_is_a_mistake(trains: bool, is_restart: bool) -> None:
+    error = StepError("step 5 has a second update of its optimizer")
+    origin = origin_of(error, 4, ScriptStage.TRAINING, trains=trains, is_restart=is_restart)
+    assert origin.mistake is (trains and not is_restart)
+    assert not origin_of(ValueError("5"), 4, ScriptStage.TRAINING, trains=True, is_restart=False).mistake
