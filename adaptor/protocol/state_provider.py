@@ -133,12 +133,17 @@ class StepVerifier(Protocol):
     def begin_step(self, trainee: Any) -> None:
         """Compute the sum of the weights that a step begins with."""
 
-    def is_equal(self, trainee: Any, saved: int | None = None) -> bool:
-        """Return False if the holders differ, or a shard has changed since its update.
+    def is_equal(self, trainee: Any, step: int, *, is_saved: bool = False) -> bool:
+        """Return False if the holders differ, or a shard has changed since its update; the controller has
+        been told then. Collective in verified steps, and before a save.
 
-        Collective in verified steps, and before a save: `saved` is the finished step to be saved; None: the
-        next update is about to be made. The controller has been told then. Raises RuntimeError if a rank is
-        gone.
+        Args:
+            trainee: of the rank.
+            step: whose update is about to be made; `is_saved`: the finished step to be saved.
+            is_saved: the comparison is before a save.
+
+        Raises:
+            RuntimeError: a rank is gone.
         """
 
     def require_unchanged(self, trainee: Any, step: int, indices: Collection[int]) -> None:

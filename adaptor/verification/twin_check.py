@@ -169,24 +169,24 @@ class TwinCheck:
             self._gathered = _weights(trainee)
             self._spent_s += time.perf_counter() - began
 
-    def is_equal(self, trainee: MegatronTrainee, saved: int | None = None) -> bool:
-        if saved is not None and self._updated is None:
-            self._take(trainee, saved)
+    def is_equal(self, trainee: MegatronTrainee, step: int, *, is_saved: bool = False) -> bool:
+        if is_saved and self._updated is None:
+            self._take(trainee, step)
         # State that differs explains gradients that differ.
-        return self._has_equal_state(trainee, saved) and (saved is not None or self._has_equal_gradients())
+        return self._has_equal_state(trainee, step, is_saved) and (is_saved or self._has_equal_gradients())
 
     def _has_equal_gradients(self) -> bool:
         finding = None if self.replay is None else self.replay.finding
         return finding is None or self._act_on(finding, finding.agreed, is_self_test=False)
 
-    def _has_equal_state(self, trainee: MegatronTrainee, saved: int | None) -> bool:
+    def _has_equal_state(self, trainee: MegatronTrainee, step: int, is_saved: bool) -> bool:
         if self._updated is None:
             return True
-        report = self._report(trainee, self._updated, is_at_door=saved is None)
-        if saved is not None:
-            return self._is_agreed(report, lambda is_agreed: None)
+        report = self._report(trainee, self._updated, is_at_door=not is_saved)
+        if is_saved:
+            return self._is_agreed(report, step + 1, lambda is_agreed: None)
         self._updated = None
-        goes_on = self._is_agreed(report, partial(self._tell_sums, trainee, report))
+        goes_on = self._is_agreed(report, step, partial(self._tell_sums, trainee, report))
         if goes_on:
             self._choose_interval()
         return goes_on
@@ -234,11 +234,12 @@ class TwinCheck:
             return
         self._tell(message)
 
-    def _is_agreed(self, report: Report, tell_sums: Callable[[bool], None]) -> bool:
+    def _is_agreed(self, report: Report, next_step: int, tell_sums: Callable[[bool], None]) -> bool:
         """Compare the reports of all ranks; return whether training goes on. Collective.
 
         Args:
             report: of this rank.
+            next_step: see `verdict.decide`.
             tell_sums: is called after the verdict, with True if all holders agree.
         """
         everyone = _everyone()
@@ -262,7 +263,7 @@ class TwinCheck:
                 )
             raise
         reports = [msgspec.msgpack.decode(data, type=Report) for data in gathered]
-        finding = verdict.decide(reports, self._step, self._holders, self._models)
+        finding = verdict.decide(reports, self._step, next_step, self._holders, self._models)
         if finding.kind is verdict.Kind.UNKNOWN:
             self._agreed = self._step
         tell_sums(finding.kind is verdict.Kind.UNKNOWN)

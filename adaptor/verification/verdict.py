@@ -201,12 +201,15 @@ class Finding(NamedTuple):
     text: str
 
 
-def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holders) -> Finding:
+def decide(
+    reports: Sequence[Report], step: int, next_step: int, shards: Holders, weights: Holders
+) -> Finding:
     """Return the finding on a step, from the reports of all ranks.
 
     Args:
         reports: by rank.
         step: the step of the update after which the first sums were computed.
+        next_step: the step with the next update, which has the gradients; fp16 skips the steps between.
         shards, weights: the holders by label.
     """
     agreed_before = min([step - 1, *(report.agreed for report in reports)])
@@ -235,7 +238,9 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         return Finding(Kind.UPDATE, *states, agreed, text)
     inputs = _compare(shards, lambda rank, label: reports[rank].shards[label].inputs)
     if inputs.label:
-        text = f"{_words(inputs.keys)} of shard {inputs.label} differs between its holders in step {step + 1}"
+        text = (
+            f"{_words(inputs.keys)} of shard {inputs.label} differs between its holders in step {next_step}"
+        )
         return Finding(Kind.INPUTS, *inputs, step, text)
     used = _compare(weights, lambda rank, label: {"weights": reports[rank].weights[label][1]})
     alone = {label: ranks[0] for label, ranks in weights.items() if len(ranks) == 1}
@@ -248,11 +253,13 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         if changed:
             used = _SumDifference(used.label, used.keys, changed, ())
         difference = "changed after their gather" if changed else "differ between their holders"
-        return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
+        return Finding(
+            Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {next_step}"
+        )
     text, changed_label = f"the sums of step {step} were added up wrongly", ""
     if changed_alone:
         changed_label = min(changed_alone)
-        text = f"all weights without a second holder have changed after their gather, in step {step + 1}"
+        text = f"all weights without a second holder have changed after their gather, in step {next_step}"
     if alike:
         changed_label = min(alike)
         text = f"all holders of {_words(sorted(alike))} have changed alike after step {step}: no corruption"

@@ -268,7 +268,7 @@ class UpdateWindow:
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
         trainee.exchange()  # a rank whose exchange breaks has not come to the door
         # Before READY: a rank that is READY knows that the holders agree, so the step may be finished.
-        if self.verifier is not None and not self.verifier.is_equal(trainee):
+        if self.verifier is not None and not self.verifier.is_equal(trainee, step):
             self._leave(step)
         self._take_snapshot(trainee, step, updated=True)
         self.require_whole(step)
@@ -288,7 +288,7 @@ class UpdateWindow:
             Unwind: the holders differ; the main thread is to leave the framework's loop.
             RuntimeError: a rank is gone.
         """
-        if self.verifier is not None and not self.verifier.is_equal(trainee, step):
+        if self.verifier is not None and not self.verifier.is_equal(trainee, step, is_saved=True):
             self._leave(step + 1)
 
     def _leave(self, step: int) -> None:

@@ -41,8 +41,8 @@ class _Verifier:
     def begin_step(self, trainee: Any) -> None:
         self._step += 1
 
-    def is_equal(self, trainee: Any, saved: int | None = None) -> bool:
-        return (self._step if saved is None else saved + 1) != self._bad
+    def is_equal(self, trainee: Any, step: int, *, is_saved: bool = False) -> bool:
+        return (step + 1 if is_saved else step) != self._bad
 
 
 def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
@@ -238,5 +238,5 @@ def test_holders_that_a_script_has_changed_alike_agree(
     check._holders, check._models, check._step = {"g/0": [0, 1]}, {"g": [0, 1]}, 30
     record = verdict.ShardRecord({"param": "a"}, {"param": "b"}, {"grad": "c"})
     report = verdict.Report({"g/0": record}, {"g": ("w", "w")}, 29)
-    assert check._is_agreed(report, lambda is_agreed: None)
+    assert check._is_agreed(report, 31, lambda is_agreed: None)
     assert (check._agreed, told, len(printed)) == (30, [], 1)

@@ -62,7 +62,7 @@ def total(reports: list[Report], shards: Mapping[str, list[int]]) -> int:
 
 
 def decide(reports: list[Report], shards: Mapping[str, list[int]]) -> verdict.Finding:
-    return verdict.decide(reports, STEP, shards, {"g": list(range(len(reports)))})
+    return verdict.decide(reports, STEP, STEP + 1, shards, {"g": list(range(len(reports)))})
 
 
 @pytest.mark.parametrize("shards", [SPLIT, WHOLE, {"g/0": [0], "g/1": [1]}], ids=["split", "whole", "alone"])
@@ -144,6 +144,14 @@ def test_a_difference_is_seen_and_named(case: str) -> None:
     assert finding.text
 
 
+@pytest.mark.parametrize(("sums", "key"), [("gradient", "grad"), ("weights", "1")])
+def test_a_difference_after_a_skipped_step_is_in_the_step_that_is_made(sums: str, key: str) -> None:
+    reports = reports_of(SPLIT)
+    change(reports, 1, sums, key)
+    finding = verdict.decide(reports, STEP, STEP + 3, SPLIT, {"g": list(range(len(reports)))})
+    assert finding.text.endswith(f"in step {STEP + 3}")
+
+
 def test_a_schedule_that_changes_the_learning_rate_is_no_damage_at_rest() -> None:
     reports = reports_of(SPLIT)
     assert all(not record.changed_at_rest for report in reports for record in report.shards.values())
@@ -163,7 +171,7 @@ def test_weights_on_a_single_rank_are_compared_with_themselves() -> None:
             (label,) = reports[rank].weights
             now[rank] = msgspec.structs.replace(reports[rank], weights={label: ("w1", "w2")})
         numbers = [verdict.contribution(report, rank, SPLIT, models) for rank, report in enumerate(now)]
-        return sum(numbers) % (1 << 64), verdict.decide(now, STEP, SPLIT, models)
+        return sum(numbers) % (1 << 64), verdict.decide(now, STEP, STEP + 1, SPLIT, models)
 
     assert judged()[0] == 0
     total, finding = judged(1)
