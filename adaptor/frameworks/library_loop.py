@@ -47,6 +47,9 @@ from adaptor.worker.runtime import UNDECIDED
 
 T = TypeVar("T")
 
+# Any duration that is not 0: a phase has at least five times TTP_HANG.
+_GO_BACK_S = 0.001
+
 
 class CopiesAsked:
     """A mark in the context of a process.
@@ -141,7 +144,9 @@ class LibraryLoop(ProtectedLoop):
         record, self._record = self._record, None
         if record is None or self._go_back is None:
             return
-        with self._session.phase("go_back"):  # to come to the place in its data may take longer than a step
+        # To come to the place in the data may take longer than a step. All ranks wait for each other, so the
+        # first also has a limit: five times TTP_HANG.
+        with self._session.phase("go_back", usual_s=_GO_BACK_S):
             self._go_back(record.step, record.counters)
         trainee = self._session.trainee
         assert isinstance(trainee, MegatronTrainee)

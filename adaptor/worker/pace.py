@@ -22,16 +22,14 @@ _T = TypeVar("_T")
 RECENT = 20
 # The first steps of a process, in which kernels are compiled and memory is found, are no measure.
 UNUSUAL = 2
-# The seconds that a phase takes, before the first of its kind has ended: all ranks wait for `go_back` after a
-# fault, so the first also has a limit (five times TTP_HANG).
-_USUAL = {"go_back": 0.001}
 
 
 class _Running(NamedTuple):
-    """A phase that has not ended."""
+    """A phase that has not ended; see `Pace.begin_phase`."""
 
     name: str
     begun: float
+    usual_s: float
 
 
 class Measures(TypedDict):
@@ -103,12 +101,17 @@ class Pace:
         first = self._first if self._unusual and self._knows_first else 0.0
         return max(first, max(self._took, default=0.0))
 
-    def begin_phase(self, name: str) -> None:
-        """Begin to measure the phase `name` between two steps."""
+    def begin_phase(self, name: str, usual_s: float = 0.0) -> None:
+        """Begin to measure the phase `name` between two steps.
+
+        Args:
+            usual_s: the seconds that a phase of this name takes, before the first has ended; 0: not known, so
+                the first has no limit.
+        """
         time_now = time.monotonic()
         if self._running:
             self._board.spend(self._running[-1].name, time_now - self._since)
-        self._running.append(_Running(name, time_now))
+        self._running.append(_Running(name, time_now, usual_s))
         self._since = time_now
         self._turn()
 
@@ -205,6 +208,6 @@ class Pace:
         if not self._running:
             self._board.turn(-1.0)
             return
-        name = self._running[-1].name
-        earlier = self._phases.get(name, ()) if not self._rests else ()
-        self._board.turn(max(earlier, default=_USUAL.get(name, 0.0)))
+        phase = self._running[-1]
+        earlier = self._phases.get(phase.name, ()) if not self._rests else ()
+        self._board.turn(max(earlier, default=phase.usual_s))

@@ -275,16 +275,17 @@ class Session:
         self.pace.abandon_step()
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, usual_s: float = 0.0) -> Iterator[None]:
         """Mark a phase of the loop with a duration of its own (evaluation, a save).
 
-        A hang in a phase is noticed once a phase of the same name has ended before.
+        A hang in a phase is noticed once a phase of the same name has ended before, or from the first on if
+        `usual_s` (`Pace.begin_phase`) is not 0.
         """
         # The board shows the position of the training thread; a save in another thread does not count.
         if self.trainee is None or threading.get_ident() != self._thread:
             yield
             return
-        self.pace.begin_phase(name)
+        self.pace.begin_phase(name, usual_s)
         try:
             yield
         except BaseException:
