@@ -217,7 +217,7 @@ def _examined(script: list[str], world_size: int | None) -> Findings:
     patches.load("report")
     patching.arm("report", raises=False)
     _start.expect_plug_ins()
-    return preflight.run(script, world_size or 2 * preflight.least_world_size(script[1:]))
+    return preflight.run(script, world_size)
 
 
 def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:

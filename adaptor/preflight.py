@@ -125,7 +125,10 @@ class Findings:
         if self.unprotected:
             return f"this script is not protected: {self.unprotected}"
         if self.layout is None:
-            return "not known: a training loop of its own is checked when it calls adaptor.protect"
+            return (
+                "not known: a training loop of its own is checked when it calls adaptor.protect; the job then"
+                " prints how many ranks may be lost, or NOT PROTECTED (TTP_REQUIRE_PROTECTION=True ends it)"
+            )
         size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
         if self.replica == "none":
             lone = "no two ranks share experts" if self.layout.experts == 1 else "TTP_REPLICA is none"
@@ -151,10 +154,12 @@ class Preflight:
 
     Attributes:
         findings: the findings about the running script
+        knows_ranks: whether the user has given the number of ranks
     """
 
     def __init__(self, context: Context) -> None:
         self.findings: Findings | None = None
+        self.knows_ranks = False
 
 
 def examine(
@@ -185,8 +190,14 @@ def examine(
     findings.not_online = [*off, *not_online()]
 
 
-def run(script: list[str], world_size: int) -> Findings:
-    """Run `script` (its path and arguments) until its arguments are known; the script's output is dropped."""
+def run(script: list[str], ranks: int | None) -> Findings:
+    """Run `script` (its path and arguments) until its arguments are known; the script's output is dropped.
+
+    Args:
+        ranks: of the job; None: twice the fewest that the arguments allow.
+    """
+    context.part(Preflight).knows_ranks = ranks is not None
+    world_size = ranks or 2 * least_world_size(script[1:])
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",

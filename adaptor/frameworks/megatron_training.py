@@ -135,8 +135,11 @@ def examine(parsed: Any) -> None:
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
+    further_checks: list[Callable[[], None]] = [lambda: save_folder_claim.require_possible(parsed.save)]
+    if context.part(preflight.Preflight).knows_ranks and context.get().settings.batch == "keep":
+        further_checks.append(lambda: parallel_sizes.require_whole_batches(parsed))
     preflight.examine(
-        [*checks(parsed), lambda: save_folder_claim.require_possible(parsed.save)],
+        [*checks(parsed), *further_checks],
         layout,
         lambda: parallel_sizes.model_of(parsed),
         lambda: megatron_online_support.reasons(parsed),

@@ -8,6 +8,7 @@ import copy
 import math
 from typing import Any
 
+from adaptor.errors import UnsupportedError
 from adaptor.protection_plan import ModelSize
 from adaptor.protocol.framework_options import UNEVEN
 
@@ -102,6 +103,22 @@ def divides(args: Any, unit: int, batch: int) -> bool:
     if getattr(args, "decrease_batch_size_if_needed", False):
         return True  # the user lets the framework round it down
     return all(size % unit == 0 for size in [batch, *rampup(args)])
+
+
+def require_whole_batches(args: Any) -> None:
+    """Refuse a global batch that the ranks cannot share, as the framework does in training.
+
+    Raises:
+        UnsupportedError: names the batch and the size of which it must be a multiple.
+    """
+    micro_batch, batch = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
+    size = data_parallel_size(args)
+    if micro_batch and batch and size and not divides(args, micro_batch * size, batch):
+        batches = " and ".join(map(str, [batch, *rampup(args)]))
+        raise UnsupportedError(
+            f"--global-batch-size is {batches}, no multiple of {micro_batch * size}: --micro-batch-size"
+            f" {micro_batch} times the data-parallel size {size} of {args.world_size} ranks"
+        )
 
 
 def chunks_of(args: Any, pipeline: int) -> int:

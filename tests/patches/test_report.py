@@ -210,7 +210,10 @@ def test_modellinks_arguments(
         )
 
 
-OWN_LOOP = "not known: a training loop of its own is checked when it calls adaptor.protect"
+OWN_LOOP = (
+    "not known: a training loop of its own is checked when it calls adaptor.protect; the job then prints how"
+    " many ranks may be lost, or NOT PROTECTED (TTP_REQUIRE_PROTECTION=True ends it)"
+)
 
 
 @pytest.mark.robustness(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -463,3 +464,29 @@ def test_a_loop_of_a_user_repeats_no_micro_batches() -> None:
         supported_options.require_no_replay()
     context.begin({"TTP_VERIFY_EVERY": "1"})
     supported_options.require_no_replay()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"global_batch_size": 16}, ""),
+        ({"global_batch_size": None}, ""),
+        (
+            {"global_batch_size": 12},
+            "--global-batch-size is 12, no multiple of 8: --micro-batch-size 2 times the data-parallel",
+        ),
+        (
+            {"global_batch_size": 16, "rampup_batch_size": ["4", "4", "100"]},
+            "--global-batch-size is 16 and 4 ",
+        ),
+        ({"global_batch_size": 12, "decrease_batch_size_if_needed": True}, ""),
+    ],
+)
+def test_a_global_batch_that_the_ranks_cannot_share(options: dict[str, Any], line: str) -> None:
+    sizes = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    args = SimpleNamespace(micro_batch_size=2, **sizes, **options)
+    if not line:
+        parallel_sizes.require_whole_batches(args)
+        return
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(line)}"):
+        parallel_sizes.require_whole_batches(args)
