@@ -147,6 +147,17 @@ def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
     )
 
 
+def shortens_online(settings: config.Config) -> str:
+    """Return the line about a TTP_ONLINE that TTP_OT shortens; '' where it does not, or is the default."""
+    longest_s = settings.timeout_s / 2
+    if "TTP_ONLINE" not in os.environ or settings.online_s <= longest_s:
+        return ""
+    return (
+        f"[ttp] TTP_ONLINE is {settings.online_s:g}, and TTP_OT is {settings.timeout_s:g}: an online recovery"
+        f" has half of TTP_OT, {longest_s:g} s; set a larger TTP_OT or a smaller TTP_ONLINE"
+    )
+
+
 def trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
     """Return True if agents of several nodes connect without certificates."""
     several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone

@@ -170,6 +170,8 @@ def _run(
                 output.tell(f"[ttp] {conflict}")
             if line := start_checks.takes_fixed_nodes(parsed):
                 output.tell(line)
+            if engine.has_own_agent and (line := start_checks.shortens_online(settings)):
+                output.tell(line)
             start_checks.require_folder(settings.log_path)
             if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)

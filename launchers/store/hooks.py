@@ -46,10 +46,10 @@ def require_writable(config: StoreSettings) -> None:
         ConfigError: the URL, the credentials, the bucket or the installation is wrong.
     """
     if not config.store:
-        if config.store_also:
+        if useless := next(iter(_set_for_a_store(config)), ""):
             raise ConfigError(
-                f"TTP_STORE_ALSO is {config.store_also[0]} and TTP_STORE is not set: give the URL of the"
-                " store, like --ttp-store s3://bucket/run7"
+                f"{useless} and TTP_STORE is not set: give the URL of the store, like --ttp-store"
+                f" s3://bucket/run7, or leave out {useless.partition(' ')[0]}"
             )
         return
     for folder in config.store_also:
@@ -66,6 +66,17 @@ def require_writable(config: StoreSettings) -> None:
     if process.returncode:
         reason = output_text or f"the process that tried it has ended with status {process.returncode}"
         raise ConfigError(f"TTP_STORE: {reason}")
+
+
+def _set_for_a_store(config: StoreSettings) -> list[str]:
+    """Return the settings, with their values, that say how files are sent to a store."""
+    values = {
+        "TTP_STORE_ALSO": next(iter(config.store_also), ""),
+        "TTP_STORE_EVERY": config.store_every - 1 and config.store_every,  # 1: the default
+        "TTP_STORE_KEEP": config.store_keep,
+        "TTP_STORE_RATE": config.store_rate,
+    }
+    return [f"{name} is {value}" for name, value in values.items() if value]
 
 
 class JobUploads:

@@ -180,6 +180,17 @@ def test_the_process_of_a_node(
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TTP_STORE_EVERY", "100"), ("TTP_STORE_KEEP", "3"), ("TTP_STORE_RATE", "5000")]
+)
+def test_a_setting_of_a_store_without_a_store(variable: str, value: str) -> None:
+    settings = load({variable: value}).of(StoreSettings)
+    line = f"^{variable} is {value} and TTP_STORE is not set: .*, or leave out {variable}$"
+    with pytest.raises(ConfigError, match=line):
+        hooks.require_writable(settings)
+    hooks.require_writable(load({}).of(StoreSettings))
+
+
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store_also=("logs",))
     with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):

@@ -313,3 +313,16 @@ def test_a_network_interface_that_is_not_there(
 
 def test_the_label_of_an_address_is_an_interface_for_gloo() -> None:
     start_checks.require_interfaces("lo:1")
+
+
+def test_a_limit_of_online_recoveries_that_another_shortens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_OT", "60")
+    monkeypatch.delenv("TTP_ONLINE")
+    assert start_checks.shortens_online(config.load()) == "", "the default"
+    monkeypatch.setenv("TTP_ONLINE", "30")
+    assert start_checks.shortens_online(config.load()) == ""
+    monkeypatch.setenv("TTP_ONLINE", "45")
+    assert start_checks.shortens_online(config.load()) == (
+        "[ttp] TTP_ONLINE is 45, and TTP_OT is 60: an online recovery has half of TTP_OT, 30 s; set a larger"
+        " TTP_OT or a smaller TTP_ONLINE"
+    )
