@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adaptor.protocol.collectives import Collectives
-from adaptor.protocol.messages import CALL, NODES_JOIN, Corruption, Raised, Standing
+from adaptor.protocol.messages import CALL, NODES_JOIN, Corruption, Raised, ScriptStage, Standing
 
 # What a shell reports for a process that a signal ended.
 SIGNAL_BASE = 128
@@ -168,12 +168,27 @@ class Failures:
                 why=self.reasons.get(rank, ""),
             )
         rank, raised = next(iter(self.raised.items()))
+        if (ended := self.ended_early) is not None:
+            words = (
+                f"rank {ended} ended its script while other ranks trained; rank {rank} raised {raised.error}"
+            )
+            return FirstCause(ended, raised.exit_code, words, _kind(0), (ended,), kind="exit", status=0)
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
         description = f"rank {rank} raised {raised.error}{self._before}"
         return FirstCause(
             rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception"
         )
+
+    @property
+    def ended_early(self) -> int | None:
+        """Return the first rank whose script has ended, if another rank in training has lost its connections;
+        else None.
+        """
+        raised = next(iter(self.raised.values()), None)
+        if raised is None or raised.stage != ScriptStage.TRAINING or not _tells_of_a_lost_rank(raised):
+            return None
+        return next((rank for rank in (*self.noticed, *self.dead) if rank in self.ended_scripts), None)
 
     def _corruption(self, corruption: Corruption) -> FirstCause:
         ranks = corruption.named or corruption.suspects
@@ -251,6 +266,12 @@ def ending(status: int, why: str = "") -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
+
+
+def _tells_of_a_lost_rank(raised: Raised) -> bool:
+    """Return whether an exception only follows from the end of another rank, as a collective reports it."""
+    is_of_torch = raised.origin.kind.startswith("Dist")
+    return is_of_torch or any(word in raised.error for word in ("gloo", "NCCL", "HCCL", "closed by peer"))
 
 
 def _kind(status: int) -> str:

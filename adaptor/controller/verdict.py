@@ -41,7 +41,8 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     outcome = incident.state.outcome
     assert outcome is not None
     cause = failures.first(incident.state.silent)
-    if outcome.kind == "lost" and cause.rank in failures.ended_scripts and not failures.hang_s:
+    ended_late = cause.rank in failures.ended_scripts and failures.ended_early is None
+    if outcome.kind == "lost" and ended_late and not failures.hang_s:
         # The other ranks have ended well before, and their states with them; but a rank that hangs is in the
         # middle.
         outcome = FINISHED
@@ -62,7 +63,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     if incident.regrouping.why_not and not failures.asked:
         line += f"; not recovered online: {incident.regrouping.why_not}"
     stop, exit_code, cut_off = "", cause.exit_code, []
-    if cause.mistake and outcome.kind == "nothing":
+    if cause.mistake:
         stop = "another start would fail in the same way"
     elif failures.corruption is not None and failures.corruption.stops:
         stop = "TTP_CORRUPTION is stop"
@@ -146,7 +147,7 @@ def open_words(incident: Incident, failures: Failures) -> str:
     saved = f"step {step} could not be saved: {unsaved}" if unsaved else f"step {step} is saved ({took})"
     if regrouping.from_copies:
         saved = f"all ranks go back to step {step}, from copies in host memory"
-    start = "a new process takes its place" if count == 1 else f"{count} new processes take their places"
+    start = "a new process is started" if count == 1 else f"{count} new processes are started"
     return f"{cause}; {saved}; {start}"
 
 

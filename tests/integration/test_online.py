@@ -149,7 +149,7 @@ def test_a_rank_is_killed(rank: int, phases: Sequence[str], tmp_path: Path, base
     job = online(tmp_path, DP4, faults, environment={"TTP_DRILL_EVERY": "1"})
     ended = trains_on(job, baseline_of(DP4), incidents=3)
     assert says(ended, REPLACED.format(rank=rank, how="was ended by SIGKILL")), ended.said
-    saved = r"step [23] is saved \(\d.*\); a new process takes its place"
+    saved = r"step [23] is saved \(\d.*\); a new process is started"
     assert says(ended, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), ended.said
     noticed = rf"\[ttp\] [\dT:-]+Z incident 1, rank {rank} \(pid \d+, host .+\), after step [23], report "
     noticed += r"/.+-1\.json"

@@ -158,7 +158,7 @@ def test_what_an_open_incident_says() -> None:
     assert words("died 3 -9", "prepared", "at 101.9") == ""
     assert words("at 102") == "rank 3 was ended by SIGKILL; step 5 is being saved"
     now = words("written 0", "at 102.5", "published")
-    assert now == "rank 3 was ended by SIGKILL; step 5 is saved (2.5 s); a new process takes its place"
+    assert now == "rank 3 was ended by SIGKILL; step 5 is saved (2.5 s); a new process is started"
     joined = [f"joined {rank}" for rank in (0, 1, 2, 3)]
     assert words("hello 3 pid=7", "layout 3 same", "at 110") == now
     assert words(*joined) == ""
