@@ -310,8 +310,6 @@ class Incident:
 
     def on_status(self, rank: int) -> Orders:
         """Take the exit status of a failed process, by which a repeated fault is recognised."""
-        if self._waits and self.freeze_state.never_begun:
-            return self._end(NEVER_BEGUN)
         self.regrouping.newcomers.has_ended(rank)
         if self.regrouping.is_pending:
             self.regrouping.require_possible()

@@ -127,7 +127,7 @@ class Membership:
         return tuple(rank for rank, home in self.node_of.items() if home == node)
 
     def ends(self, ranks: Set[int]) -> None:
-        """Note that `ranks` have ended, or are about to, and that all their messages were read."""
+        """Note that `ranks` have ended, or are about to; all their messages came before (`Dying`)."""
         self.unbegun |= ranks - self.layouts.keys() - self.vanished
 
     def replace(self, rank: int, pid: int) -> None:
@@ -140,13 +140,11 @@ class Membership:
         self.pids[rank] = pid
 
     def begin_to_die(self, rank: int) -> bool:
-        """Note that `rank` is dying; return True if that is news.
-
-        The kernel's notice may overtake the layout of the rank; the report of the death does not.
-        """
+        """Note that `rank` is dying; return True if that is news."""
         if not self.lives(rank):
             return False
         self.dying.add(rank)
+        self.ends({rank})
         return True
 
     def record_deaths(self, statuses: Mapping[int, int]) -> tuple[set[int], set[int]]:

@@ -101,6 +101,7 @@ class Processor:
         self._stacks_folder = stacks_folder
         self._store_port = store_port
         self._outbox: queue.SimpleQueue[tuple[FromWorker, ...]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._end_signals = EndSignals(
             lambda name: self.say(TerminationRequested(self._rank, name)), self._wake_writer
@@ -136,6 +137,12 @@ class Processor:
         self._outbox.put(messages)
         os.write(self._wake_writer, b"\0")
 
+    def send(self, *messages: FromWorker) -> None:
+        """Send messages to the agent before returning: the agent reads them even if this process dies."""
+        self.say(*messages)
+        with contextlib.suppress(OSError):  # the connection is broken: the thread that reads it ends
+            self._send_queued()
+
     def tell_end_of_script(self) -> None:
         """Answer `EndScript`; from any thread."""
         self.say(Frozen(self._rank, self._current[0], self._session.board.record()))
@@ -168,8 +175,9 @@ class Processor:
                 self._obey(wire.receive(self._connection, wire.to_worker))
 
     def _send_queued(self) -> None:
-        while not self._outbox.empty():
-            self._connection.sendall(b"".join(map(wire.frame, self._outbox.get_nowait())))
+        with self._sending:
+            while not self._outbox.empty():
+                self._connection.sendall(b"".join(map(wire.frame, self._outbox.get_nowait())))
 
     def _obey(self, order: ToWorker) -> None:
         match order:

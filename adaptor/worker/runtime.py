@@ -176,7 +176,8 @@ class Runtime:
         if self.online not in ("", OFF, UNDECIDED):
             self._go_without_online()
         fingerprint = patching.fingerprint("ttp")
-        self.processor.say(
+        # Sent before the first update: a rank that ends without a layout has finished no step.
+        self.processor.send(
             Layout(
                 self.rank,
                 trainee.shares,

@@ -306,7 +306,11 @@ class AgentControl:
             self.obey(Addressed(message.rank, Exit(0)))
 
     async def say(self, message: FromAgent) -> None:
-        """Send a message of this agent to the controller."""
+        """Send a message of this agent to the controller, after all that its workers had sent before.
+
+        A request to end that overtook a layout would end a job that trains as a job that does not yet.
+        """
+        await self.workers.read_sent()
         self._forward(message)
 
     async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:

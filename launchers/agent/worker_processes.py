@@ -47,9 +47,9 @@ from adaptor.protocol.wire import deadline, is_same_user
 
 # The time for the answer to a busy probe: a healthy worker answers at once.
 LOOKED_S = 1.0
-# After this number of turns of the loop the connection of a dead process was accepted and its hello read;
-# about six are enough. Turns, not seconds: the kernel already has all sent data.
-_HELLO_TURNS = 100
+# After this number of turns of the loop the connection of a dead process was accepted and its hello read, and
+# so was all that workers had sent; about six are enough. Turns, not seconds: the kernel already has the data.
+_TURNS = 100
 
 
 class Workers:
@@ -70,8 +70,8 @@ class Workers:
         self._server: asyncio.AbstractServer | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}  # of living processes, by rank
-        # Reports of ended processes, by rank; called after all messages of the process were read.
-        self._unreported_deaths: dict[int, Callable[[], None]] = {}
+        # Reports about a process that ends or has ended, by rank (`_report_end`).
+        self._unreported_ends: dict[int, list[Callable[[], None]]] = {}
         self._ended_connections: set[int] = set()  # ranks
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
         self._orders_to_replace: Counter[int] = Counter()  # by rank
@@ -163,6 +163,11 @@ class Workers:
         if process is not None:
             self._watch_process(rank, process)
             self.alive.add(rank)
+
+    async def read_sent(self) -> None:
+        """Return after all messages were read that the workers had sent before the call."""
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     @property
     def running(self) -> bool:
@@ -271,7 +276,7 @@ class Workers:
         self._connections.clear()
         for rank in list(self._pidfds):
             self._forget(rank)
-        self._unreported_deaths = {}
+        self._unreported_ends = {}
         self._ended_connections = set()
         self._ended = {}
         self._processes = {}
@@ -300,7 +305,7 @@ class Workers:
                 return
             rank = hello.rank
             self._connections[rank] = writer
-            if rank in self._unreported_deaths:
+            if rank in self._unreported_ends:
                 _end_reading(writer)
             self._lifelines.watch(rank, hello.pid)
             message: FromWorker = hello
@@ -316,14 +321,16 @@ class Workers:
             if self._connections.get(rank) is writer:
                 del self._connections[rank]
                 self._ended_connections.add(rank)
-                if rank in self._unreported_deaths:
+                if rank in self._unreported_ends:
                     self._loop.call_soon(self._tell_when_heard, rank)
             writer.close()
             self._hearing.discard(writer)
 
     def _on_dying(self, rank: int, pid: int, at: float) -> None:
-        if self.boards is None or rank not in self.alive:
-            return
+        if rank in self.alive and rank not in self._unreported_ends:
+            self._report_end(rank, functools.partial(self._tell_dying, rank, pid, at))
+
+    def _tell_dying(self, rank: int, pid: int, at: float) -> None:
         board = self._last_board(rank, pid)
         if board.phase != Phase.ENDED:
             self._up(Dying(rank, at, board))
@@ -342,31 +349,35 @@ class Workers:
         # Also ends the children of the worker, such as data loaders.
         processes.end_group(process.pid)
         status = process.wait()  # returns at once; poll() fails while torch's thread polls
-        self._unreported_deaths[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
+        self._report_end(rank, functools.partial(self._tell_of_death, rank, process.pid, status, at))
+
+    def _report_end(self, rank: int, report: Callable[[], None]) -> None:
+        """Call `report` after all messages of the process were read: no notice of an end overtakes them.
+
+        The kernel has the messages before the end. The loop learns of both at once, or of the end first, by a
+        thread, and reads messages later.
+        """
+        self._unreported_ends.setdefault(rank, []).append(report)
         if rank in self._connections:
             _end_reading(self._connections[rank])
         self._tell_when_heard(rank)
 
-    def _tell_when_heard(self, rank: int, turns: int = _HELLO_TURNS) -> None:
-        """Report a death after all messages of the process were read.
-
-        The kernel delivers the messages before the end; the loop may see both at once, and reads messages
-        later.
-        """
+    def _tell_when_heard(self, rank: int, turns: int = _TURNS) -> None:
         # The end of the connection calls again.
-        if rank not in self._unreported_deaths or rank in self._connections:
+        if rank not in self._unreported_ends or rank in self._connections:
             return
         assert self.boards is not None
         # A process connects before it writes to its board.
         if turns and rank not in self._ended_connections and self.boards.read(rank).pid:
             self._loop.call_soon(self._tell_when_heard, rank, turns - 1)
             return
-        self._unreported_deaths.pop(rank)()
+        for report in self._unreported_ends.pop(rank):
+            report()
 
     def _tell_of_death(self, rank: int, pid: int, status: int, at: float) -> None:
         # The agent may see the exit of a small process before its broken lifeline.
         if status == 0 and rank in self._lifelines.held:
-            self._on_dying(rank, pid, at)
+            self._tell_dying(rank, pid, at)
         self.alive.discard(rank)
         kill_reason = self._kills.explain(pid) if status == -signal.SIGKILL else ""
         self._up(Died(rank, status, at, self._last_board(rank, pid), kill_reason))

@@ -191,11 +191,11 @@ class Replacements:
         if self._spares_alone and not self.spares.are_ready:
             # Refuse before the old process has ended: nobody should wait.
             return self._without_a_spare(order)
-        self._newcomers[order.rank] = 0
 
         def start() -> subprocess.Popen[bytes] | None:
             if not is_wanted():
                 return None
+            self._newcomers[order.rank] = 0  # not before: the CPU time would be that of the old process
             spare = None if order.cold and not self._spares_alone else self.spares.take()
             if spare is None and self._spares_alone:
                 raise _NoSpareError

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ ROOT = Path(__file__).parents[2]
 def is_gone(pid: int) -> bool:
     """Dead, whether or not somebody has asked for its status."""
     return state_of(pid) in ("", "Z")
+
+
+def is_awaited(rank: int) -> bool:
+    """Return whether a thread waits for the lifeline of a process of this rank to break."""
+    return any(thread.name == f"ttp-lifeline-{rank}" for thread in threading.enumerate())
 
 
 def state_of(pid: int) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,18 @@ import pytest
 
 from adaptor.checkpoint import publish
 from adaptor.launchers.agent import worker_watch
+from adaptor.launchers.agent.node import Node
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.cli import ttp
 from adaptor.protocol import wire
 from adaptor.protocol.board import Lifeline
 from adaptor.protocol.environment import GENERATION
-from adaptor.protocol.messages import Hello, Raised, Verdict
+from adaptor.protocol.messages import AgentTerminationRequested, Hello, Raised, Verdict
 from adaptor.protocol.naming import temporary_name
 from adaptor.terminal import OK, USAGE
 from adaptor.worker.processor import EXIT_SURVIVOR
 from tests import waiting
-from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, stop
+from tests.unit.nodes import Job, controller_host_of, is_awaited, is_gone, job, open_descriptors, stop
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -36,6 +39,23 @@ FIRST = 11  # the first step after the one that the script starts from
 
 def content(step: int, scale: float = 1024.0) -> dict[str, str]:
     return {"g.txt": f"{step} {step} {step * 4} {scale}"}
+
+
+@contextlib.contextmanager
+def standing_still(node: Node) -> Iterator[None]:
+    """Let the control thread of `node` read nothing meanwhile, as on a machine that is too busy."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        goes_on.wait()
+
+    node.control.thread.loop.call_soon_threadsafe(stand)
+    assert stands.wait(LONG_S)
+    try:
+        yield
+    finally:
+        goes_on.set()
 
 
 def report(job: Job) -> dict[str, Any]:
@@ -72,6 +92,30 @@ def test_a_worker_that_is_told_to_end_is_a_holder(job: Job) -> None:
     assert verdict.line.startswith("rank 1 was told to end by SIGTERM; ")
     assert job.saved() == content(FIRST + 1)
     assert job.statuses() == {0: EXIT_SURVIVOR, 1: EXIT_SURVIVOR}
+
+
+def test_the_notice_of_a_death_does_not_overtake_the_layouts(job: Job) -> None:
+    """A thread brings the notice while the layouts wait in their sockets."""
+    job.begin(2)
+    with standing_still(job.nodes[0]):
+        for worker in job.workers.values():
+            worker.does("begin", "step")
+        job.workers[0].process.kill()
+        waiting.until(lambda: not is_awaited(0), "its lifeline breaks")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST, 0)
+
+
+def test_a_request_to_end_does_not_overtake_the_layouts(job: Job) -> None:
+    job.begin(2)
+    control = job.nodes[0].control
+    with standing_still(job.nodes[0]):
+        for worker in job.workers.values():
+            worker.does("begin", "step")
+        request = control.say(AgentTerminationRequested(0, "SIGTERM"))
+        asyncio.run_coroutine_threadsafe(request, control.thread.loop)
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST, 143)
 
 
 def test_an_agent_that_is_told_to_end_saves_first(job: Job) -> None:

@@ -142,6 +142,19 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]
     memory.close()
 
 
+def test_what_is_sent_is_with_the_agent_before_the_thread_goes_on(tmp_path: Path) -> None:
+    """The thread that answers the agent has not run yet: a layout outlives a rank that is killed at once."""
+    processor, agent = connected(tmp_path)
+    processor.say(Present(0, 1))
+    processor.send(Present(0, 2))
+    processor._connection.close()
+    with agent:
+        answers = [wire.receive(agent, wire.from_worker) for _ in range(2)]
+        assert answers == [Present(0, 1), Present(0, 2)]
+        assert agent.recv(1) == b""
+    processor.send(Present(0, 3))  # the agent is gone: the thread that answers it ends the process
+
+
 def test_modules_are_listed_once_without_code_of_their_objects(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:

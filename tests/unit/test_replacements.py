@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from adaptor.protocol.messages import (
 from adaptor.protocol.wire import deadline
 from adaptor.worker.runtime import UNDECIDED
 from tests import waiting
-from tests.unit.nodes import ROOT, is_gone, state_of
+from tests.unit.nodes import ROOT, is_awaited, is_gone, state_of
 from tests.unit.threads import LONG_S
 
 SCRIPT = """
@@ -250,11 +249,6 @@ def runs(folder: Path, act: Callable[[Node], Any], **node: Any) -> None:
 
 def always() -> bool:
     return True
-
-
-def is_awaited(rank: int) -> bool:
-    """Return whether a thread waits for the lifeline of a process of this rank to break."""
-    return any(thread.name == f"ttp-lifeline-{rank}" for thread in threading.enumerate())
 
 
 def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:

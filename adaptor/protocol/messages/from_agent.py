@@ -40,7 +40,10 @@ class Died(Message, frozen=True):
 
 
 class Dying(Message, frozen=True):
-    """A worker's main thread is gone, seen `at`; `Died` with the exit status follows."""
+    """A worker's main thread is gone, seen `at`; `Died` with the exit status follows.
+
+    Both come after all messages of the worker.
+    """
 
     rank: Number
     at: float
