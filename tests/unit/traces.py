@@ -1,46 +1,53 @@
-"""Golden traces of the controller: what it hears and what it orders, as text.
+"""Golden traces of the controller: its messages and its orders, as text.
 
-A line that starts with `>` is heard by the controller, or lets time pass; the indented lines below it are
-what the controller then orders. The first line says what the job is like:
+A line that begins with `>` is a message to the controller, or lets time pass. The indented lines below it are
+the controller's orders. The first line describes the job:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
     > job ... copies=1                each rank keeps a local copy of the state before its update
-    > job ... handled=1               handlers of the script write what is saved, and name it
+    > job ... handlers=1              handlers of the script write and rename the checkpoint
     > job ... online=60               failed ranks are replaced (TTP_ONLINE)
-    > hello 3 pid=7                   the process of rank 3 says hello; 1003 is its first one
-    > joined 3                        rank 3 has joined; step=4, attempt=1 or digest=b to say something else;
-                                      regroup-failed 3 reason... it cannot; with `hangs`
-                                      in the reason, its main thread will not come any more; with
-                                      `connection`, another rank may be lost
-    > present 3                       rank 3 answers that it is there
-    > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
-                                      inside=6, the step that one there is in, between=6, what one that is
-                                      between two steps has finished; -1: there is none
-    > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not;
-                                      at this line of the script, if a number follows, else one of its own
-    > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
-    > died 3 -9                       a process ended, with this status; `ended` when its script had
-    > dying 3                         its lifeline is cut: how it ends is not known yet
-    > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
-    > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5;
-                                      unreadable 4: the device of that rank has failed;
-                                      copied=4/6: the steps copied to host memory, also of one that died
-    > prepared [reason...]            with a reason it failed; published and publish-failed likewise;
-                                      folder=0, number=0 to say an old one
-    > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
-    > written 0 shard 1 is not finite it has written that as it is
-    > renamed 0 [reason...]           rank 0's handler has given it its name; with a reason it failed
-    > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite; with broken=6, an
-                                      exception has left the update of step 6
-    > succeed 1                       the controller of term 1 takes the place of the one before
-    > again 1                         the agent of node 1 says again who it is, and what its ranks hold
-    > recalled 1                      that was all of it; with a word, it has been given this verdict
-    > filled 1 2                      spare nodes take the places of nodes 1 and 2; `spare 1`: the agent of
-                                      the first has come; `not-filled 1`: no spare node waits
-    > agent-lost 1, progress 0, refused 2 reason..., layout 3 other copies=1, agent-hello 1, hello 2
-    > at 60.5                         the time is now 60.5 seconds, and the controller is told
 
-Set UPDATE_TRACES=1 to write what the controller orders now into the files, and read the difference.
+Messages from workers and about them:
+
+    > hello 3 pid=7                   hello of rank 3's process; its first process has the pid 1003
+    > layout 3 other copies=1         layout of rank 3 with the fingerprint `other`
+    > frozen 0 running 4              board of a frozen rank: running 4, ready 5, updating 5, broken 5, or
+                                      unreadable 4 (its device has failed);
+                                      copied=4/6: the steps in host memory, also in `died`
+    > frozen 0 running 4 waits        in a hang: the main thread waits for others (`waits`) or not (`apart`);
+                                      a number after that is its line in the script
+    > died 3 -9                       a process ended with this status; `ended`: after its script had
+    > dying 3                         the lifeline of rank 3 broke; its status is not known yet
+    > raised 1 boom code=3            an exception left the script of rank 1; the default code is 1
+    > sigterm 3                       SIGTERM to rank 3; `agent-sigterm 1`: to the agent of node 1
+    > refused 2 reason...             rank 2 refuses to train
+    > written 0                       rank 0 reports group `g`; attempt=1 or incident=7: of an old order
+    > written 0 shard 1 is not finite rank 0 wrote the shard unchanged
+    > write-failed 0 reason...        doubted=1: the shard of rank 1 is not finite; broken=6: an exception has
+                                      left the update of step 6
+    > renamed 0 [reason...]           rank 0's handler renamed the checkpoint; with a reason: it failed
+    > joined 3                        rank 3 has joined; other values by step=4, attempt=1 or digest=b
+    > regroup-failed 3 reason...      rank 3 cannot join; `hangs` in the reason: its main thread is stuck;
+                                      `connection`: another rank may be lost
+    > present 3                       rank 3 answers a presence probe
+
+Messages from agents:
+
+    > agent-hello 1, agent-lost 1, progress 0
+    > node-stalled 1 60               no progress on node 1 for some seconds; inside=6: the step of a rank
+                                      inside a step, between=6: the last step of a rank between steps; -1: no
+                                      such rank; `node-resumed 1`: there is progress again
+    > prepared [reason...]            with a reason: it failed; `published` and `publish-failed` likewise;
+                                      folder=0, number=0: of an old order
+    > filled 1 2                      spare nodes take the places of nodes 1 and 2; `spare-hello 1`: the agent
+                                      of the first one connects; `not-filled 1`: no spare node waits
+    > succeed 1                       the controller of term 1 takes over
+    > replay 1                        the agent of node 1 repeats its hello and its ranks' layouts
+    > replayed 1                      the repetition is complete; with a word: the verdict that it had
+    > at 60.5                         the time is 60.5 seconds
+
+Set UPDATE_TRACES=1 to write the orders of the current controller into the files; then read the difference.
 """
 
 from __future__ import annotations
@@ -111,7 +118,7 @@ SAVE = "/save"
 
 
 def board(rank: int, phase: str, step: int, copies: bool) -> BoardRecord:
-    """`running 4` has finished step 4; `ready 5`, `updating 5` and `broken 5` are on their way to it."""
+    """Return a board: `running 4` has finished step 4; `ready`, `updating` and `broken 5` work on step 5."""
     finished = step if phase in ("running", "unreadable") else step - 1
     changed = phase in ("updating", "broken")
     live = step if changed else finished
@@ -121,14 +128,14 @@ def board(rank: int, phase: str, step: int, copies: bool) -> BoardRecord:
 
 
 class Trace:
-    """A controller, and how to say things to it in words."""
+    """A controller, and the language in which messages to it are written."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.controller = Controller(0, 120.0, ("store", 1, b""))
 
     def say(self, line: str) -> Iterator[str]:
-        """Do what a line says; yields the orders as lines."""
+        """Execute a line without its `>`; yield the orders as lines."""
         name, *words = line.split()
         settings = {k: v for k, _, v in (word.partition("=") for word in words if "=" in word)}
         words = [word for word in words if "=" not in word]
@@ -138,24 +145,23 @@ class Trace:
         if name == "succeed":
             self._succeed(int(words[0]))
             return
-        if name == "again":
-            for message in self._known_of(int(words[0])):
+        if name == "replay":
+            for message in self._messages_of(int(words[0])):
                 yield from _lines(self.controller.handle(message, self.now))
             return
         if name == "at":
             self.now = float(words[0])
             orders = self.controller.tick(self.now)
         else:
-            heard = self._message(name, words, settings)
-            orders = self.controller.handle(heard, self.now)
+            orders = self.controller.handle(self._message(name, words, settings), self.now)
         yield from _lines(orders)
 
-    def _asked(self, settings: dict[str, str]) -> int:
-        """Return the node that an answer about the folder comes from: the one that was asked last."""
+    def _node_with_order(self, settings: dict[str, str]) -> int:
+        """Return the node that an answer about the save folder comes from: the last one with an order."""
         incident = self.controller.incident
-        finding = incident is not None and incident.state.stage is Stage.FINDING
-        asked = self.controller.term if finding or incident is None else incident.state.target.publisher
-        return int(settings.get("node", asked))
+        is_finding = incident is not None and incident.state.stage is Stage.FINDING
+        node = self.controller.term if is_finding or incident is None else incident.state.target.publisher
+        return int(settings.get("node", node))
 
     def _begin(
         self,
@@ -164,13 +170,13 @@ class Trace:
         origin: int = 0,
         started: int = 1,
         copies: int = 0,
-        handled: int = 0,
+        handlers: int = 0,
         online: int = 0,
     ) -> None:
-        """`started` is 0 for a job of which no rank has told its layout yet."""
+        """Begin a job; `started` is 0 if no rank has reported its layout yet."""
         self._shards, self._origin, self._copies = shards, origin, bool(copies)
         self._nodes, self._started = nodes, bool(started)
-        self._save = "" if handled else SAVE
+        self._save = "" if handlers else SAVE
         self._online = online
         world = nodes * RANKS_PER_NODE
         self.controller = Controller(world, 120.0, ("store", 1, b""), online_s=float(online))
@@ -190,11 +196,11 @@ class Trace:
             term=term,
             online_s=float(self._online),
         )
-        legacy = [m for node in range(self._nodes) for m in self._known_of(node)]
-        known = [m for m in legacy if isinstance(m, AgentHello | Layout)]
-        self.controller.succeed(known, range(term, self._nodes), self.now)
+        messages = [m for node in range(self._nodes) for m in self._messages_of(node)]
+        standby_state = [m for m in messages if isinstance(m, AgentHello | Layout)]
+        self.controller.succeed(standby_state, range(term, self._nodes), self.now)
 
-    def _known_of(self, node: int) -> list[FromAgent]:
+    def _messages_of(self, node: int) -> list[FromAgent]:
         ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
         layouts = [self._layout(rank, "same") for rank in ranks if self._started]
         return [AgentHello(node, ranks), *(Hello(rank, 1000 + rank) for rank in ranks), *layouts]
@@ -213,11 +219,11 @@ class Trace:
         match name:
             case "died":
                 phase = Phase.ENDED if "ended" in words else Phase.STARTING
-                left = BoardRecord(rank, phase=phase, stage=_stage(words), copies=_copied(settings))
-                return Died(rank, int(words[1]), 0.0, left)
-            case "told":
+                last_board = BoardRecord(rank, phase=phase, stage=_stage(words), copies=_copied(settings))
+                return Died(rank, int(words[1]), 0.0, last_board)
+            case "sigterm":
                 return TerminationRequested(rank, "SIGTERM")
-            case "leave":
+            case "agent-sigterm":
                 return AgentTerminationRequested(rank, "SIGTERM")
             case "nodes-wait":
                 return NodesWaiting(rank, int(words[1]))
@@ -250,7 +256,7 @@ class Trace:
                 )
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
-            case "spare":
+            case "spare-hello":
                 ranks = range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)
                 return AgentHello(rank, tuple(ranks), host=f"spare{rank}", owner=f"owner{rank}")
             case "filled" | "not-filled":
@@ -258,7 +264,7 @@ class Trace:
                 owners = {node: f"owner{node}" for node in places} if name == "filled" else {}
                 reason = "" if owners else "no spare node waits"
                 return PlacesFilled(self.controller.home, number, places, owners, reason)
-            case "recalled":
+            case "replayed":
                 verdict = (
                     Verdict(
                         incident=1,
@@ -278,23 +284,23 @@ class Trace:
             case "progress":
                 return Progress(rank, 1)
             case "frozen":
-                way = bytes(words[4].zfill(3), "ascii") if words[4:] else b""
-                where = f"wait (script.py:{words[4] if words[4:] else rank})"
-                standing = Standing(words[3] == "waits", where, b"main" + way) if words[3:] else None
-                there = board(rank, words[1], int(words[2]), self._copies)
-                there = msgspec.structs.replace(there, stage=_stage(words), copies=_copied(settings))
-                return Frozen(rank, number, there, standing)
-            case "still":
+                stack = bytes(words[4].zfill(3), "ascii") if words[4:] else b""
+                place = f"wait (script.py:{words[4] if words[4:] else rank})"
+                standing = Standing(words[3] == "waits", place, b"main" + stack) if words[3:] else None
+                record = board(rank, words[1], int(words[2]), self._copies)
+                record = msgspec.structs.replace(record, stage=_stage(words), copies=_copied(settings))
+                return Frozen(rank, number, record, standing)
+            case "node-stalled":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
                 return NodeStalled(rank, float(words[1]), inside, between)
-            case "moving":
+            case "node-resumed":
                 return NodeResumed(rank)
             case "prepared":
                 folder = int(settings.get("folder", incident.state.target.number if incident else 0))
                 step = incident.step if incident else 0
                 name = naming.temporary_name(max(step, 0), self.controller.term, folder, "0f3a")
                 path = "" if words else f"{SAVE}/{name}"
-                return Prepared(self._asked(settings), number, path, " ".join(words), folder)
+                return Prepared(self._node_with_order(settings), number, path, " ".join(words), folder)
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
                 return Written(rank, number, attempt, GROUP, (entry,), text)
@@ -304,15 +310,15 @@ class Trace:
                 doubted = (int(settings["doubted"]),) if "doubted" in settings else ()
                 at = incident.step if incident else 0
                 phase, step = ("broken", int(settings["broken"])) if "broken" in settings else ("running", at)
-                there = board(rank, phase, step, self._copies)
-                return WriteFailed(rank, number, attempt, GROUP, text, there, doubted)
+                record = board(rank, phase, step, self._copies)
+                return WriteFailed(rank, number, attempt, GROUP, text, record, doubted)
             case "published":
                 step = int(settings.get("step", incident.step if incident else -1))
-                which = int(settings.get("number", incident.state.target.number if incident else 0))
-                return Published(self._asked(settings), number, step, SAVE, which)
+                folder_number = int(settings.get("number", incident.state.target.number if incident else 0))
+                return Published(self._node_with_order(settings), number, step, SAVE, folder_number)
             case "publish-failed":
-                which = int(settings.get("number", incident.state.target.number if incident else 0))
-                return PublishFailed(self._asked(settings), number, " ".join(words), which)
+                folder_number = int(settings.get("number", incident.state.target.number if incident else 0))
+                return PublishFailed(self._node_with_order(settings), number, " ".join(words), folder_number)
         raise ValueError(f"no such line: {name}")
 
 
@@ -349,24 +355,24 @@ def _words(order: Message) -> str:
         case PresenceProbe():
             return "are you there?"
         case Regroup(attempt=attempt, step=step, replaced=replaced, from_copies=True):
-            who = ", ".join(f"rank {one.rank} like {one.twin}" for one in replaced)
-            return f"regroup at step {step} from copies, attempt {attempt}: {who or 'nobody is replaced'}"
+            ranks = ", ".join(f"rank {each.rank} like {each.twin}" for each in replaced)
+            return f"regroup at step {step} from copies, attempt {attempt}: {ranks or 'nobody is replaced'}"
         case Regroup(attempt=attempt, step=step, replaced=replaced):
-            given = [
-                f"rank {one.rank} like {one.twin}, "
-                + ", ".join(f"{s.group}.{s.index} from {s.source}" for s in one.sources)
-                for one in replaced
+            parts = [
+                f"rank {each.rank} like {each.twin}, "
+                + ", ".join(f"{s.group}.{s.index} from {s.source}" for s in each.sources)
+                for each in replaced
             ]
-            return f"regroup at step {step}, attempt {attempt}: {'; '.join(given) or 'nobody is replaced'}"
+            return f"regroup at step {step}, attempt {attempt}: {'; '.join(parts) or 'nobody is replaced'}"
         case Proceed(step=step):
             return f"proceed from step {step}"
         case Recovered(step=step, line=line, replaced=replaced, retried=retried):
-            who = [
+            affected = [
                 f"{word} {list(ranks)}"
                 for word, ranks in (("replaced", replaced), ("retried", retried))
                 if ranks
             ]
-            return f"recovered, step {step}, {', '.join(who)}\n        {line}"
+            return f"recovered, step {step}, {', '.join(affected)}\n        {line}"
         case Rename(step=step):
             return f"rename step {step}"
         case EndScript():
@@ -374,23 +380,23 @@ def _words(order: Message) -> str:
         case Exit():
             return "exit"
         case Prepare(step=step, term=term, number=number):
-            where = f", folder {number}" if number else ""
-            return f"prepare step {step}" + (f" in term {term}" if term else "") + where
+            folder = f", folder {number}" if number else ""
+            return f"prepare step {step}" + (f" in term {term}" if term else "") + folder
         case Publish(step=step, files=files, writers=writers, number=number, written=written):
             taken = f", folder {written} taken as {number}" if number != written else ""
             return f"publish step {step}: {', '.join(e.draft for e in files)}; holders {writers}{taken}"
         case Find(step=step):
             return f"find step {step}, or a later one"
         case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=nodes):
-            left = "".join(f", node {node} leaves" for node in nodes)
+            leaves = "".join(f", node {node} leaves" for node in nodes)
             return (
-                f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}{left}\n        {line}"
+                f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}{leaves}\n        {line}"
             )
     raise ValueError(f"no words for {order}")
 
 
 def replay(text: str) -> str:
-    """The trace `text` with the orders that the controller gives now."""
+    """Return the trace `text` with the orders that the controller gives now."""
     trace = Trace()
     out: list[str] = []
     for line in text.splitlines():
