@@ -1,4 +1,4 @@
-"""Real agents' control threads (`Node`) with real workers, without torch's elastic agent around them."""
+"""Real agents' control threads (`Node`) and real workers, without torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def is_gone(pid: int) -> bool:
-    """Dead, whether or not somebody has asked for its status."""
+    """Return whether a process is dead, even if its parent has not read its status."""
     return state_of(pid) in ("", "Z")
 
 
@@ -43,7 +43,7 @@ def is_awaited(rank: int) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for it, nothing when there is no such process."""
+    """Return the kernel's letter for a process's state; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
@@ -51,25 +51,25 @@ def state_of(pid: int) -> str:
 
 
 def stop(pid: int) -> None:
-    """Stop a process. The main thread takes the signal when it next runs; until then others still answer."""
+    """Stop a process, and wait until all of its threads are stopped; its main thread may be the last."""
     os.kill(pid, signal.SIGSTOP)
     threads = [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
     waiting.until(lambda: all(state_of(int(thread)) in ("", "T") for thread in threads), f"{pid} is stopped")
 
 
 def open_descriptors(pid: int) -> dict[str, str]:
-    """What each of them is, by its number."""
-    found = {}
+    """Return what each open descriptor refers to, by its number."""
+    targets = {}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found[path.name] = str(path.readlink())
-        except FileNotFoundError:  # the one that reads the folder, or one that was closed meanwhile
+            targets[path.name] = str(path.readlink())
+        except FileNotFoundError:  # the descriptor of the listing, or one that was closed meanwhile
             continue
-    return found
+    return targets
 
 
 def controller_host_of(node: Node) -> ControllerHost:
-    """Where a node has the controller."""
+    """Return the controller's host of a node that has it."""
     assert node.control.controller_host is not None
     return node.control.controller_host
 
@@ -78,9 +78,9 @@ class Worker:
     """A child process with the script, started as torch elastic starts it; or a spare that becomes one.
 
     Args:
-        added: to its environment.
-        program: runs the script.
-        start: `Warm`, or `subprocess.Popen` where the process must not have torch imported.
+        added: additions to its environment.
+        program: the program that runs the script.
+        start: `Warm`, or `subprocess.Popen` if the process must not have torch imported.
     """
 
     def __init__(
@@ -109,38 +109,38 @@ class Worker:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def hears(self) -> str:
+    def read_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=LONG_S)[1]
         return line.strip()
 
-    def does(self, *lines: str) -> None:
-        """Do what the lines say, and come back."""
+    def execute(self, *lines: str) -> None:
+        """Let the script execute the lines, and wait for each."""
         for line in lines:
             self.send(line)
-            assert self.hears() == f"done {line}"
+            assert self.read_line() == f"done {line}"
 
-    def stands_at_the_door(self) -> None:
+    def wait_at_the_door(self) -> None:
         self.send("door")
-        assert self.hears() == "waiting"
+        assert self.read_line() == "waiting"
 
     def status(self) -> int:
         return self.process.wait(LONG_S)
 
 
 def command(program: Path, save: Path, index: int, count: int) -> list[str]:
-    """Start `program` with the script and its arguments."""
+    """Return the command that starts `program` with the script and its arguments."""
     return [sys.executable, "-u", str(program), str(SCRIPT), str(save), str(index), str(count)]
 
 
 def environment(**added: str) -> dict[str, str]:
-    """Return that of a worker."""
+    """Return the environment of a worker."""
     return {**os.environ, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), **added}
 
 
 class Starter:
-    """Starts workers in the place of those of a job, as `starter.Starter` does for torch's."""
+    """Starts workers that replace those of a job, as `starter.Starter` does for torch's."""
 
     of_a_rank = ("RANK",)
     of_all_ranks: dict[str, str] = {}  # noqa: RUF012
@@ -152,22 +152,27 @@ class Starter:
     def start(
         self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
     ) -> subprocess.Popen[bytes]:
-        if self._job.broken:
+        if self._job.cannot_start:
             raise OSError(11, "Resource temporarily unavailable")
         shards = self._job.shards
         worker = Worker(
             rank, self._job.save, rank % shards, shards, added, self._job.program, self._job.start
         )
-        self._job.former.append(self._job.workers[rank])
+        self._job.replaced_workers.append(self._job.workers[rank])
         self._job.workers[rank] = worker
-        return worker.process  # type: ignore[return-value]  # text streams, which nobody here reads
+        return worker.process  # type: ignore[return-value]  # text streams, which this file does not read
 
     def spare(self) -> Spare:
         return Spare(command(SPARE, self._job.save, 0, 1), environment())
 
 
 class Job:
-    """Nodes and workers of one job, with the last two arguments of the script for each rank."""
+    """Nodes and workers of one job, with the last two arguments of the script for each rank.
+
+    Attributes:
+        cannot_start: whether starting a process fails.
+        replaced_workers: workers whose ranks other processes have now.
+    """
 
     def __init__(self, folder: Path, shards: int) -> None:
         self.save, self.logs = folder / "save", folder / "logs"
@@ -176,24 +181,26 @@ class Job:
         self.shards = shards
         self.program = WORKER
         self.start: type[subprocess.Popen[str]] = Warm
-        self.broken = False  # no process can be started any more
+        self.cannot_start = False
         self.workers: dict[int, Worker] = {}
-        self.former: list[Worker] = []  # others took their places
+        self.replaced_workers: list[Worker] = []
         self.nodes: list[Node] = []
 
     def node(self, **settings: str) -> Node:
-        made = Node(config.load({"TTP_LOG_PATH": str(self.logs), "TTP_ONLINE": "0", **settings}))
-        self.nodes.append(made)
-        return made
+        node = Node(config.load({"TTP_LOG_PATH": str(self.logs), "TTP_ONLINE": "0", **settings}))
+        self.nodes.append(node)
+        return node
 
     def begin(self, world_size: int, nodes: Sequence[Node] = (), *, may_restart: bool = True) -> None:
-        """A generation of workers, the same number on each node, which have all come to the start."""
-        chosen = list(nodes) or self.nodes or [self.node()]
+        """Start a generation of workers, the same number on each node, and wait until all have started."""
+        participants = list(nodes) or self.nodes or [self.node()]
         store = dist.HashStore()
-        each = world_size // len(chosen)
-        for number, node in enumerate(chosen):
-            ranks = range(number * each, (number + 1) * each)
-            node.begin(*(ranks, number, len(chosen), world_size, store, "127.0.0.1"), may_restart=may_restart)
+        ranks_per_node = world_size // len(participants)
+        for number, node in enumerate(participants):
+            ranks = range(number * ranks_per_node, (number + 1) * ranks_per_node)
+            node.begin(
+                *(ranks, number, len(participants), world_size, store, "127.0.0.1"), may_restart=may_restart
+            )
             started = {
                 r: Worker(r, self.save, r % self.shards, self.shards, program=self.program, start=self.start)
                 for r in ranks
@@ -201,18 +208,20 @@ class Job:
             self.workers.update(started)
             processes: Any = {rank: worker.process for rank, worker in started.items()}
             node.watch(processes, Starter(self))
-        for node in chosen:
+        for node in participants:
             node.meet()
         for worker in self.workers.values():
-            assert worker.hears() == "here"
-        # Its hello may come later, and before it a worker is told nothing.
-        heard = [node.control.workers._connections for node in chosen]
-        waiting.until(lambda: sum(map(len, heard)) == world_size, "the agents have heard of their workers")
+            assert worker.read_line() == "here"
+        # The worker's hello may come later; before it, agents send it nothing.
+        connections = [node.control.workers._connections for node in participants]
+        waiting.until(
+            lambda: sum(map(len, connections)) == world_size, "the agents have heard of their workers"
+        )
 
     def train(self, *lines: str) -> None:
-        """All of them."""
+        """Let all workers begin training and execute the lines."""
         for worker in self.workers.values():
-            worker.does("begin", *lines)
+            worker.execute("begin", *lines)
         controller_host = controller_host_of(self.nodes[0])
         waiting.until(
             lambda: len(controller_host.controller.membership.layouts) == len(self.workers),
@@ -220,7 +229,7 @@ class Job:
         )
 
     def verdict(self, node: int = 0) -> Verdict:
-        """Once it is out and every worker has been seen off."""
+        """Return the verdict, once every worker has ended."""
         assert self.nodes[node].control.settled.wait(LONG_S), "there is no verdict"
         verdict = self.nodes[node].control.verdict
         assert verdict is not None
@@ -230,7 +239,7 @@ class Job:
         return {rank: worker.status() for rank, worker in self.workers.items()}
 
     def saved(self) -> dict[str, str]:
-        """The files of the checkpoint that the tracker names, by name."""
+        """Return the content of the files, by name, of the checkpoint that the tracker names."""
         step = tracker.tracked_step(self.save)
         if step is None:
             return {}
@@ -239,13 +248,13 @@ class Job:
         return {path.name: path.read_text().strip() for path in folder.glob("*.txt")}
 
     def end(self) -> None:
-        """As torch's agent does before it starts the workers again."""
+        """End all workers, as torch's agent does before it restarts them."""
         for node in self.nodes:
             node.dismiss()
-        for worker in (*self.former, *self.workers.values()):
+        for worker in (*self.replaced_workers, *self.workers.values()):
             worker.process.kill()
             worker.process.communicate(timeout=LONG_S)
-        self.workers, self.former = {}, []
+        self.workers, self.replaced_workers = {}, []
         for node in self.nodes:
             node.end()
 
@@ -257,17 +266,17 @@ class Job:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A job without nodes; ranks hold the one shard there is, unless `shards` says otherwise."""
+    """A job without nodes; its ranks hold a single shard, unless `shards` is a parameter."""
     for name in [name for name in os.environ if name.startswith("TTP_")]:
         monkeypatch.delenv(name)
     for name in ("TTP_AGENT", "TTP_BOARD", "TTP_BOARD_RANKS", "TTP_GENERATION"):
-        monkeypatch.setenv(name, "")  # restored in the end
-    made = Job(tmp_path, getattr(request, "param", 1))
-    monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
-    # Who goes by itself, and who comes to the next controller, may do so slowly.
+        monkeypatch.setenv(name, "")  # restored at the end
+    new_job = Job(tmp_path, getattr(request, "param", 1))
+    monkeypatch.setenv("TTP_LOG_PATH", str(new_job.logs))  # for workers
+    # Workers that end by themselves, and agents that come to the next controller, may be slow.
     monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", LONG_S)
     monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
     monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", LONG_S)
     monkeypatch.setattr(agent_connections, "PROOF_S", LONG_S)
-    yield made
-    made.close()
+    yield new_job
+    new_job.close()

@@ -48,9 +48,9 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     monkeypatch.setattr(Workers, "end_the_living", ends)
     job.begin(3)
     job.train("step")
-    job.workers[0].stands_at_the_door()
+    job.workers[0].wait_at_the_door()
     job.workers[1].send("hold")
-    assert job.workers[1].hears() == "holding"
+    assert job.workers[1].read_line() == "holding"
     stop(job.workers[2].process.pid)
     node = job.nodes[0]
     node.control.thread.wait_for(node.control.say(NodeStalled(0, 60.0, FIRST, -1)))
@@ -112,7 +112,7 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
     job.train("step")
     job.workers[0].send("debug")
     for line in ("> ", "-> "):  # pdb says where it stands
-        assert job.workers[0].hears().startswith(line)
+        assert job.workers[0].read_line().startswith(line)
     job.workers[0].send("board.enter(step + 1)")
     waiting.until(lambda: len(answers) >= 2, "it has been asked twice")
     assert all(answers)

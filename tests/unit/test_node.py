@@ -84,8 +84,8 @@ def test_a_worker_that_is_told_to_end_is_a_holder(job: Job) -> None:
     """Although its main thread hangs where no signal handler of Python's runs."""
     job.begin(2)
     job.train("step")
-    job.workers[0].stands_at_the_door()
-    job.workers[1].stands_at_the_door()
+    job.workers[0].wait_at_the_door()
+    job.workers[1].wait_at_the_door()
     job.workers[1].process.terminate()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 1, 143)
@@ -131,8 +131,8 @@ def test_an_agent_that_is_told_to_end_saves_first(job: Job) -> None:
 def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
     job.begin(1)
     job.workers[0].send("fork")
-    child = int(job.workers[0].hears())
-    assert job.workers[0].hears() == "done fork"
+    child = int(job.workers[0].read_line())
+    assert job.workers[0].read_line() == "done fork"
     os.kill(child, signal.SIGTERM)
     waiting.ended([child])
     assert job.nodes[0].control.verdict is None
@@ -141,11 +141,11 @@ def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
 def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)
-    job.workers[0].does("begin")
+    job.workers[0].execute("begin")
     held = job.nodes[0].control.workers._lifelines.held
     waiting.until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
-    assert job.workers[1].hears() == "replaced"
+    assert job.workers[1].read_line() == "replaced"
     waiting.until(lambda: 1 not in held, "it is known that its lifeline is cut")
     job.workers[1].send("3")
     verdict = job.verdict()
@@ -204,8 +204,8 @@ def test_a_rank_that_hangs_at_the_door_is_let_through(job: Job) -> None:
     """Rank 0 hangs in the barrier, as on gloo when a rank dies that it has no connection to."""
     job.begin(3)
     job.train("step")
-    job.workers[0].stands_at_the_door()
-    job.workers[1].stands_at_the_door()
+    job.workers[0].wait_at_the_door()
+    job.workers[1].wait_at_the_door()
     job.workers[2].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step) == ("saved", FIRST + 1)
@@ -235,7 +235,7 @@ def test_an_exception_inside_the_update_leaves_no_holder(job: Job) -> None:
 
 def test_before_training_there_is_nothing_to_save(job: Job) -> None:
     job.begin(2)
-    job.workers[0].does("begin")
+    job.workers[0].execute("begin")
     job.workers[1].send("leave 3")
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
@@ -266,8 +266,8 @@ def test_workers_that_end_well_are_no_incident(job: Job) -> None:
 def test_children_of_a_worker_go_with_it(job: Job) -> None:
     job.begin(1)
     job.workers[0].send("child")
-    child = int(job.workers[0].hears())
-    assert job.workers[0].hears() == "done child"
+    child = int(job.workers[0].read_line())
+    assert job.workers[0].read_line() == "done child"
     assert os.getpgid(child) == job.workers[0].process.pid
     job.workers[0].process.kill()
     job.verdict()
@@ -316,7 +316,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
             pass
     counted = job.nodes[0].control.workers._rejected.counted
     waiting.until(lambda: counted["were no worker of this node"] == 3, "they are counted")
-    job.workers[0].does("step")
+    job.workers[0].execute("step")
     assert job.nodes[0].control.verdict is None
     job.workers[0].send("raise")
     assert job.verdict().outcome == "saved"
@@ -476,10 +476,10 @@ def _status_is_written(job: Job) -> None:
 def test_a_drill_ends_a_rank_on_purpose(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.node(TTP_ALLOW_DRILL="True")
     job.begin(2)
-    job.workers[0].does("begin")
+    job.workers[0].execute("begin")
     _status_is_written(job)
     assert ttp.main(["drill"]) == USAGE
-    job.workers[1].does("begin")
+    job.workers[1].execute("begin")
     members = controller_host_of(job.nodes[0]).controller.membership
     waiting.until(lambda: len(members.layouts) == 2, "the layouts are known")
     assert ttp.main(["drill", "--rank", "2"]) == USAGE

@@ -48,9 +48,9 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
     for number in (1, 2):
         online.workers[1].process.kill()
         told, path = recovered(online)
-        assert survivor.hears() == f"recovered {FIRST + number - 1}"
+        assert survivor.read_line() == f"recovered {FIRST + number - 1}"
         new = online.workers[1]
-        assert [new.hears(), new.hears()] == ["here", f"recovered {FIRST + number - 1}"]
+        assert [new.read_line(), new.read_line()] == ["here", f"recovered {FIRST + number - 1}"]
         assert (told.incident, told.step, told.replaced) == (number, FIRST + number - 1, (1,))
         assert told.line.startswith("rank 1 was ended by SIGKILL; ")
         after = f"training goes on after step {FIRST + number - 1}, 0 steps lost"
@@ -66,7 +66,7 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         assert online.nodes[0].control.verdict is None
         assert online.nodes[0].control.news.noticed == 0.0
         for worker in (survivor, new):
-            worker.does("step")
+            worker.execute("step")
         old = new
     for worker in online.workers.values():
         worker.send("exit 0")
@@ -77,14 +77,14 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
 def test_an_exception_replaces_nobody(online: Job) -> None:
     train(online)
     before = dict(online.workers)
-    online.workers[1].does("raise")
+    online.workers[1].execute("raise")
     told, path = recovered(online)
     assert (told.replaced, told.retried) == ((), (1,))
     (calls,) = [event for event in report(path)["events"] if event["type"] == "calls"]
     assert (calls["rank"], calls["data"]["detail"]) == (1, '  File "loop.py", line 7')
     assert told.line.startswith("rank 1 raised ValueError: told to raise; nobody is replaced")
     for worker in online.workers.values():
-        assert worker.hears() == f"recovered {FIRST}"
+        assert worker.read_line() == f"recovered {FIRST}"
     assert online.workers == before
 
 
@@ -94,7 +94,7 @@ def test_a_newcomer_that_ends_is_replaced_once_more(online: Job, monkeypatch: py
     online.workers[1].process.kill()
     told, _ = recovered(online)
     assert told.replaced == (1,)
-    assert online.workers[0].hears() == f"recovered {FIRST}"
+    assert online.workers[0].read_line() == f"recovered {FIRST}"
 
 
 def test_a_save_that_fails_is_said_and_all_go_on(online: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_save_that_fails_is_said_and_all_go_on(online: Job, monkeypatch: pytes
     )
     written = report(path)
     assert (written["verdict"], written["checkpoint"], written["reason"]) == ("recovered", None, told.line)
-    assert online.workers[0].hears() == f"recovered {FIRST}"
+    assert online.workers[0].read_line() == f"recovered {FIRST}"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_where_no_newcomer_joins_the_job_is_saved_as_ever(
 
 def test_where_no_process_can_be_started_the_job_is_saved_at_once(online: Job) -> None:
     train(online)
-    online.broken = True
+    online.cannot_start = True
     online.workers[1].process.kill()
     verdict = online.verdict()
     assert "no process can be started in its place (Resource temporarily unavailable)" in verdict.line
@@ -148,7 +148,7 @@ def test_every_agent_is_told(online: Job) -> None:
     assert Path(path).exists() or report(path)
     assert where == "on node 0"
     for worker in (online.workers[0], online.workers[1]):
-        while worker.hears() != f"recovered {FIRST}":
+        while worker.read_line() != f"recovered {FIRST}":
             pass
 
 

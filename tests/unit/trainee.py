@@ -17,12 +17,12 @@ BATCH = 4
 
 
 def nothing() -> None:
-    """A barrier of a job of one rank."""
+    """Do nothing: for example the barrier of a job of one rank."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What belongs to a step besides tensors."""
+    """The state of a step besides tensors."""
 
     step: int
     samples: int
@@ -31,12 +31,13 @@ class Record:
 
 @dataclass
 class CountingTrainee:
-    """One number as the tensors, one as the counter, one as the loss scale.
+    """A trainee with one number as tensors, one as counter, and one as loss scale.
 
-    weights  the step whose update they had last
-    before   the weights in the local copy
-    samples  counted after each step, updated or skipped
-    scale    lowered by a step that is skipped, before the optimizer returns
+    Attributes:
+        weights: the step of their last update.
+        before: the weights in the local copy.
+        samples: counted after each step, updated or skipped.
+        scale: lowered by a skipped step, before the optimizer returns.
     """
 
     save_folder: str = ""
@@ -56,7 +57,7 @@ class CountingTrainee:
     derived: list[int] = field(default_factory=list)
 
     def exchange(self) -> None:
-        """No other rank's shard is copied here."""
+        """Do nothing: no shard of another rank is mirrored."""
 
     def copy_state(self) -> None:
         self.before = -1
@@ -64,7 +65,7 @@ class CountingTrainee:
         self.before = self.weights
 
     def update_replicas(self) -> None:
-        """Nor updated."""
+        """Do nothing: no shard of another rank is mirrored."""
 
     def take_record(self, step: int) -> Record:
         self.on_record()
@@ -82,7 +83,7 @@ class CountingTrainee:
         return self.updated_once
 
     def dump(self, record: Record, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
-        """The writer writes the weights and the record; ranks of a group need not meet."""
+        """Write the weights and the record, on the writer alone; the ranks of a group do not meet."""
         if order.writer != run.rank:
             return ()
         path = Path(run.folder) / f"{order.group}.txt.{run.attempt}"
@@ -94,7 +95,7 @@ class CountingTrainee:
 
 
 class Loop:
-    """A training loop as a framework has it: the scheduler and the counters move after the optimizer."""
+    """A training loop like a framework's: the scheduler and the counters change after the optimizer."""
 
     def __init__(self, session: Session, trainee: CountingTrainee, optimizers: int = 1) -> None:
         self.session, self.trainee = session, trainee
@@ -118,7 +119,7 @@ class Loop:
         self.session.end_update(True, 1.5)
 
     def skip(self, step: int) -> None:
-        """An overflow: the optimizer is not asked."""
+        """Train a step that overflows, without calling the optimizer."""
         self.session.begin_step(step)
         self.overflow()
         self.trainee.samples += BATCH
