@@ -1,4 +1,7 @@
-"""`python -m demo`: see `make demo`. Exit code 0: no finished step and no bit of a loss was lost."""
+"""The command `python -m demo`, which `make demo` runs.
+
+Exit code 0: no finished step and no bit of a loss was lost.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "demo"  # emptied first
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="demo", description="Kill a process of a training, and lose nothing."
     )
@@ -37,10 +40,10 @@ def options() -> argparse.Namespace:
         metavar="STEP",
         help=f"kill in the middle of the step after this one, 1 to {last} (default %(default)s)",
     )
-    chosen = parser.parse_args()
-    if not 1 <= chosen.kill_after <= last:
-        parser.error(f"--kill-after {chosen.kill_after}: say 1 to {last}")
-    return chosen
+    options = parser.parse_args()
+    if not 1 <= options.kill_after <= last:
+        parser.error(f"--kill-after {options.kill_after}: say 1 to {last}")
+    return options
 
 
 def prepare_text(megatron: Path, progress: Progress) -> Path:
@@ -61,9 +64,9 @@ def prepare_text(megatron: Path, progress: Progress) -> Path:
     progress.begin("data set: Megatron's tools/preprocess_data.py")
     tool = str(megatron / "tools" / "preprocess_data.py")
     source = ["--input", str(data / "corpus.jsonl"), "--output-prefix", str(data / "text")]
-    wanted = [*source, "--append-eod", "--workers", "2", *tokenizer_arguments(data)]
+    arguments = [*source, "--append-eod", "--workers", "2", *tokenizer_arguments(data)]
     run_tool(
-        [sys.executable, str(ROOT / "demo" / "preprocess.py"), tool, *wanted],
+        [sys.executable, str(ROOT / "demo" / "preprocess.py"), tool, *arguments],
         OUT / "preprocess.log",
         "tools/preprocess_data.py",
         tools_environment(megatron),
@@ -83,7 +86,7 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def survival(run: Run) -> Survival:
-    """Return a killed run with the report of its incident. Raises DemoError where there is none."""
+    """Return a killed run with the report of its incident. Raises DemoError if there is none."""
     if run.kill is None:
         raise DemoError(f"the training ended before anything was killed: see {run.log}")
     try:
@@ -92,13 +95,13 @@ def survival(run: Run) -> Survival:
         raise DemoError(f"{error} in {run.folder / 'ttp'}: see {run.log}") from None
 
 
-def demo(chosen: argparse.Namespace) -> bool:
+def demo(options: argparse.Namespace) -> bool:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     progress = Progress(stages=8)
     megatron = prepare.megatron_lm()
     data = prepare_text(megatron, progress)
-    kill = Plan(rank=chosen.kill_rank, after_step=chosen.kill_after)
+    kill = Plan(rank=options.kill_rank, after_step=options.kill_after)
     runs = plan_runs(megatron, data, OUT, kill)
     for run in runs:
         progress.begin(run.title)
@@ -107,24 +110,24 @@ def demo(chosen: argparse.Namespace) -> bool:
     progress.begin("report")
     reference, calm, *killed = runs
     online, restart = (survival(run) for run in killed)
-    found = examine(reference, calm, online, restart)
+    findings = examine(reference, calm, online, restart)
     page = OUT / "report.html"
-    report.write_page(page, found, runs, [online, restart])
+    report.write_page(page, findings, runs, [online, restart])
     progress.done(str(page))
     print()
-    print_table([("", "online recovery", "save and restart"), *found.incidents])
-    print_table(found.rows)
-    for sentence in found.sentences:
+    print_table([("", "online recovery", "save and restart"), *findings.incidents])
+    print_table(findings.rows)
+    for sentence in findings.sentences:
         print(sentence)
     print(f"report: {page}")
-    return found.kept
+    return findings.kept
 
 
 def main() -> int:
-    chosen = options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, with everything started
+    options = parse_options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, it ends every started process
     try:
-        kept = demo(chosen)
+        kept = demo(options)
     except (DemoError, prepare.NotPreparedError, OSError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1

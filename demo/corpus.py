@@ -14,29 +14,33 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def source_files() -> Iterator[Path]:
-    """Yield Python sources in an order that depends on their names alone: the library, then site-packages.
+    """Yield Python sources in an order that depends only on their names: the library, then site-packages.
 
-    The library's own tests come last: they hold more tables than text.
+    The library's own tests come last: they contain more tables than text.
     """
     library = Path(sysconfig.get_path("stdlib"))
     packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-    own: list[Path] = []
+    modules: list[Path] = []
     tests: list[Path] = []
     for path in sorted(library.rglob("*.py")):
-        inside = path.relative_to(library).parts
-        if "site-packages" in inside or "dist-packages" in inside:
+        parts = path.relative_to(library).parts
+        if "site-packages" in parts or "dist-packages" in parts:
             continue
-        (tests if {"test", "tests", "idle_test"} & set(inside) else own).append(path)
-    yield from own
+        (tests if {"test", "tests", "idle_test"} & set(parts) else modules).append(path)
+    yield from modules
     yield from tests
     for folder in sorted(packages):
         yield from sorted(folder.rglob("*.py"))
 
 
 def write_corpus(path: Path) -> tuple[int, int]:
-    """Write a JSON line per source file, as Megatron's preprocessing reads it; return (files, bytes of text).
+    """Write a JSON line for each source file, as Megatron's preprocessing reads it.
 
-    Raises ValueError where this machine has less text than the demo needs.
+    Returns:
+        The number of files, and the bytes of text.
+
+    Raises:
+        ValueError: this machine has less text than the demo needs.
     """
     files = size = 0
     with path.open("w", encoding="utf-8") as out:
@@ -61,7 +65,7 @@ def write_corpus(path: Path) -> tuple[int, int]:
 
 
 def train_tokenizer(corpus: Path, vocabulary: Path, merges: Path) -> int:
-    """Train a byte-level BPE like GPT-2's on the corpus, write its two files; return the number of tokens."""
+    """Train a byte-level BPE like GPT-2's on the corpus and write its two files; return the token count."""
     from tokenizers import ByteLevelBPETokenizer
 
     def texts() -> Iterator[str]:
@@ -73,7 +77,7 @@ def train_tokenizer(corpus: Path, vocabulary: Path, merges: Path) -> int:
     tokenizer.train_from_iterator(
         texts(), vocab_size=VOCABULARY, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
     )
-    written = tokenizer.save_model(str(vocabulary.parent), "trained")
-    for source, target in zip(written, (vocabulary, merges), strict=True):
+    files = tokenizer.save_model(str(vocabulary.parent), "trained")
+    for source, target in zip(files, (vocabulary, merges), strict=True):
         Path(source).replace(target)
     return int(tokenizer.get_vocab_size())

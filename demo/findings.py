@@ -1,4 +1,4 @@
-"""What the demo found out: the rows of its table, and whether everything is as promised."""
+"""The findings of the demo: the rows of its table, and whether all promises were kept."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ ONLINE, SAVED = "recovered", "saved"
 
 @dataclass(frozen=True)
 class Findings:
-    incidents: list[tuple[str, str, str]]  # name, value of the online run, value of the run with a restart
-    rows: list[tuple[str, str]]  # of all runs together: name and value
-    sentences: list[str]  # how each killed run went on
-    kept: bool  # no finished step and no bit of a loss was lost, and each run went on in its own way
+    """The findings of all runs.
+
+    Attributes:
+        incidents: name, value of the online run, value of the run with a restart.
+        rows: name and value, of all runs together.
+        sentences: how each killed run went on.
+        kept: whether no finished step and no bit of a loss was lost, and each run recovered in its own way.
+    """
+
+    incidents: list[tuple[str, str, str]]
+    rows: list[tuple[str, str]]
+    sentences: list[str]
+    kept: bool
 
 
 @dataclass(frozen=True)
 class Survival:
-    """How a killed run went on.
-
-    incident  what ttprun reported of it
-    """
+    """A killed run, and the report of its incident."""
 
     run: Run
     incident: Incident
 
     @property
     def goes_on(self) -> float | None:
-        """Seconds from the kill until every rank had finished a later step; None: one never did."""
+        """Seconds from the kill until all ranks had finished a later step; None if one never did."""
         kill = self.run.kill
         assert kill is not None
         ends = [
@@ -51,10 +57,10 @@ class Survival:
     def restarts(self) -> int:
         return max((step.restart for step in self.run.steps), default=0)
 
-    def since_kill(self, what: str) -> str:
-        """When the first event of that kind was."""
+    def since_kill(self, event: str) -> str:
+        """Return the time from the kill to the first event of a type."""
         assert self.run.kill is not None
-        moment = self.incident.first(what)
+        moment = self.incident.first(event)
         return "never" if moment is None else _seconds(moment - self.run.kill.time)
 
     @property
@@ -76,7 +82,7 @@ class Survival:
 
 
 def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> Findings:
-    """Compare the calm and the killed runs with the reference, and time both incidents from their kills."""
+    """Compare the undisturbed and the killed runs with the reference, and time both incidents."""
     both = (online, restart)
     compared = {
         calm.title: compare(reference.steps, calm.steps),
@@ -89,9 +95,9 @@ def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> F
     values: dict[str, Callable[[Survival], str]] = {
         "killed with SIGKILL": _killed,
         "how it went on": _way,
-        "from the kill to its detection": lambda one: one.since_kill("fault-noticed"),
-        "from the kill to the next step finished by all ranks": lambda one: _seconds(one.goes_on),
-        "steps lost": lambda one: str(one.lost),
+        "from the kill to its detection": lambda killed: killed.since_kill("fault-noticed"),
+        "from the kill to the next step finished by all ranks": lambda killed: _seconds(killed.goes_on),
+        "steps lost": lambda killed: str(killed.lost),
     }
     incidents = [(name, value(online), value(restart)) for name, value in values.items()]
     rows = []
@@ -103,14 +109,14 @@ def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> F
     kept = (
         (online.incident.verdict, online.restarts) == (ONLINE, 0)
         and (restart.incident.verdict, restart.restarts) == (SAVED, 1)
-        and all(one.lost == 0 and one.goes_on is not None for one in both)
+        and all(killed.lost == 0 and killed.goes_on is not None for killed in both)
         and all(result.equal for result in compared.values())
     )
-    return Findings(incidents, rows, [one.sentence for one in both], kept)
+    return Findings(incidents, rows, [killed.sentence for killed in both], kept)
 
 
 def _first_after(steps: list[Step], rank: int, iteration: int, moment: float) -> float | None:
-    """When `rank` had first finished a step later than `iteration`, after `moment`."""
+    """Return when `rank` first finished a step later than `iteration`, after `moment`."""
     return min(
         (
             step.time
@@ -121,24 +127,23 @@ def _first_after(steps: list[Step], rank: int, iteration: int, moment: float) ->
     )
 
 
-def _killed(one: Survival) -> str:
-    kill = one.run.kill
+def _killed(survival: Survival) -> str:
+    kill = survival.run.kill
     assert kill is not None
-    return f"rank {kill.rank} (pid {kill.pid}), in step {kill.step(one.run.steps)}"
+    return f"rank {kill.rank} (pid {kill.pid}), in step {kill.step(survival.run.steps)}"
 
 
-def _way(one: Survival) -> str:
-    if one.incident.verdict == ONLINE:
-        kill = one.run.kill
+def _way(survival: Survival) -> str:
+    if survival.incident.verdict == ONLINE:
+        kill = survival.run.kill
         assert kill is not None
-        replaced = f"; replaced by pid {kill.spare}, " in one.incident.reason
+        replaced = f"; replaced by pid {kill.spare}, " in survival.incident.reason
         process = f"the spare process {kill.spare}" if replaced else "a new process (no spare waited)"
-        return f"from step {one.incident.saved_step} in {process}, {one.restarts} restarts"
-    if one.incident.verdict == SAVED:
-        return (
-            f"step {one.incident.saved_step} saved, {one.restarts} restart{'' if one.restarts == 1 else 's'}"
-        )
-    return one.incident.verdict
+        return f"from step {survival.incident.saved_step} in {process}, {survival.restarts} restarts"
+    if survival.incident.verdict == SAVED:
+        plural = "" if survival.restarts == 1 else "s"
+        return f"step {survival.incident.saved_step} saved, {survival.restarts} restart{plural}"
+    return survival.incident.verdict
 
 
 def _seconds(value: float | None) -> str:

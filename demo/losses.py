@@ -1,4 +1,4 @@
-"""The losses of the demo's runs: one curve, and how far the others are from it."""
+"""The losses of the demo's runs: the curve of one run, and the differences of the others from it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from demo.records import Step
 
 
 class Difference(NamedTuple):
-    """How the losses of a run differ from the reference's.
+    """The difference of a run's losses from the reference.
 
-    line     the differences, over the iterations that both have
-    largest  the largest one, without its sign
-    differ   the iterations in which they differ, of `compared`
+    Attributes:
+        line: the differences over the common iterations.
+        largest: the largest absolute difference.
+        differ: the number of iterations that differ, of `compared`.
     """
 
     title: str
@@ -24,7 +25,7 @@ class Difference(NamedTuple):
 
 
 def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
-    """Return iterations, and the loss of each, from the lowest rank that recorded it last."""
+    """Return the iterations, and the loss of each, from the lowest rank that recorded it last."""
     kept: dict[int, Step] = {}
     for step in sorted(steps, key=lambda step: (step.restart, -step.rank)):
         kept[step.iteration] = step
@@ -32,20 +33,21 @@ def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
 
 
 def curve(steps: list[Step]) -> timeline.ChartLine:
-    """Return the loss curve of a run. It must have recorded a step."""
+    """Return the loss curve of a run with at least one recorded step."""
     return timeline.line(*losses(steps))
 
 
 def difference(title: str, reference: list[Step], steps: list[Step]) -> Difference:
-    """Compare the losses of a run with the reference's. Both must have recorded one iteration at least."""
+    """Compare the losses of two runs that have each recorded at least one iteration."""
     expected = dict(zip(*losses(reference), strict=True))
-    found = {at: loss - expected[at] for at, loss in zip(*losses(steps), strict=True) if at in expected}
-    largest = max(map(abs, found.values()))
-    edge = largest or 1.0  # where all are equal, the curve is the line in the middle
+    losses_by_step = zip(*losses(steps), strict=True)
+    gaps = {step: loss - expected[step] for step, loss in losses_by_step if step in expected}
+    largest = max(map(abs, gaps.values()))
+    edge = largest or 1.0  # if all are equal, the curve is a line in the middle
     return Difference(
         title=title,
-        line=timeline.line(list(found), list(found.values()), -edge, edge),
+        line=timeline.line(list(gaps), list(gaps.values()), -edge, edge),
         largest=largest,
-        differ=sum(value != 0 for value in found.values()),
-        compared=len(found),
+        differ=sum(gap != 0 for gap in gaps.values()),
+        compared=len(gaps),
     )

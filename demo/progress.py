@@ -1,4 +1,4 @@
-"""What the user sees while the demo runs: one line per stage, the current one alive on a terminal."""
+"""The progress of the demo on the terminal: a line for each stage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SILENCE = 15.0  # seconds between two lines of one stage, without a terminal
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is one line that names the log to read."""
+    """The demo cannot continue; the message is one line that names the log to read."""
 
 
 class Progress:
-    """Prints `[2/7] what it does: how far it is`, alive on a terminal, else now and then."""
+    """Prints `[2/7] title: detail`; on a terminal the line of the current stage is rewritten."""
 
     def __init__(self, stages: int, out: TextIO = sys.stdout) -> None:
         self._stages = stages
@@ -24,27 +24,27 @@ class Progress:
         self._title = ""
         self._began = 0.0
         self._shown = 0  # characters of the live line
-        self._said = 0.0
+        self._printed_at = 0.0
 
     def begin(self, title: str) -> None:
         self._stage += 1
         self._title = title
         self._began = time.monotonic()
         self._shown = 0
-        self._said = -SILENCE
+        self._printed_at = -SILENCE
         self.update("...")
 
     def update(self, detail: str) -> None:
-        """Replace the current line's detail; where that would scroll, say it after a silence only."""
+        """Replace the detail of the current line; without a terminal, print it only after a silence."""
         now = time.monotonic()
         if self._live:
             self._overwrite(self._line(detail, now - self._began))
-        elif now - self._said >= SILENCE:
-            self._said = now
+        elif now - self._printed_at >= SILENCE:
+            self._printed_at = now
             print(self._line(detail, now - self._began), file=self._out, flush=True)
 
     def note(self, text: str) -> None:
-        """Show one line that stays, below the ones before it."""
+        """Print a line that stays."""
         if self._live:
             self._overwrite("")
             print("\r", end="", file=self._out)

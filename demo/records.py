@@ -1,4 +1,4 @@
-"""What the runs wrote down: losses per iteration and rank, bit for bit, and the report of the incident."""
+"""The records of the runs: losses of each iteration and rank, bit for bit, and the incident report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from adaptor.protocol.records import unix
 
 @dataclass(frozen=True)
 class Step:
-    """A finished iteration on one rank. `losses` and `grad_norm` are hexadecimal: equal is the same bits."""
+    """A finished iteration of one rank.
+
+    Attributes:
+        time: unix seconds at the end of the iteration.
+        losses: hexadecimal, so that equal means equal bits.
+        grad_norm: hexadecimal as well.
+    """
 
     iteration: int
     rank: int
     restart: int
-    time: float  # unix seconds, when the iteration had ended
+    time: float
     losses: dict[str, str]
     grad_norm: str | None
 
@@ -31,7 +37,7 @@ class Step:
 
 
 class Follower:
-    """Reads a growing record file; every call returns the steps that were added since the last one."""
+    """Reads a growing record file; each call returns the steps that were added since the previous one."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
@@ -45,7 +51,7 @@ class Follower:
                 added = lines.read()
         except FileNotFoundError:
             return []
-        whole = added[: added.rfind(b"\n") + 1]  # a line in the making, or cut short by a kill, is left out
+        whole = added[: added.rfind(b"\n") + 1]  # without an unfinished line at the end
         self._offset += len(whole)
         steps = (json.loads(line) for line in whole.splitlines())
         return [
@@ -63,9 +69,14 @@ class Follower:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the steps of a run compare with the reference: `difference` is None where every bit is equal."""
+    """The comparison of a run with the reference.
 
-    compared: int  # records, one per rank and iteration
+    Attributes:
+        compared: the number of records, one for each rank and iteration.
+        difference: the first difference; None if every bit is equal.
+    """
+
+    compared: int
     difference: str | None
 
     @property
@@ -76,18 +87,18 @@ class Comparison:
 def compare(reference: list[Step], other: list[Step], unrecorded: int | None = None) -> Comparison:
     """Compare losses and grad norms of two runs, bit for bit.
 
-    Every rank and iteration of the reference must be in the other run, and the same each time it is. The
-    step `unrecorded` may be missing: it was finished inside an incident, where no rank lived to record it.
+    Every rank and iteration of the reference must be in the other run, with equal values each time. The step
+    `unrecorded` may be missing: it was finished inside an incident, in which no rank lived to record it.
     """
     expected = {(step.iteration, step.rank): step for step in reference}
     seen: set[tuple[int, int]] = set()
     for step in sorted(other, key=lambda step: (step.iteration, step.rank, step.restart)):
         key = (step.iteration, step.rank)
-        where = f"iteration {step.iteration}, rank {step.rank}"
+        place = f"iteration {step.iteration}, rank {step.rank}"
         if key not in expected:
-            return Comparison(len(seen), f"{where}: not in the reference run")
+            return Comparison(len(seen), f"{place}: not in the reference run")
         if step.bits != expected[key].bits:
-            return Comparison(len(seen), f"{where}: {_difference(expected[key], step)}")
+            return Comparison(len(seen), f"{place}: {_difference(expected[key], step)}")
         seen.add(key)
     for iteration, rank in sorted(set(expected) - seen):
         if iteration != unrecorded:
@@ -97,18 +108,18 @@ def compare(reference: list[Step], other: list[Step], unrecorded: int | None = N
     return Comparison(len(seen), None)
 
 
-def _difference(expected: Step, found: Step) -> str:
+def _difference(expected: Step, actual: Step) -> str:
     for name, value in expected.losses.items():
-        if found.losses.get(name) != value:
-            return f"{name} {value} became {found.losses.get(name)}"
-    if found.losses.keys() != expected.losses.keys():
-        return f"losses {sorted(expected.losses)} became {sorted(found.losses)}"
-    return f"grad norm {expected.grad_norm} became {found.grad_norm}"
+        if actual.losses.get(name) != value:
+            return f"{name} {value} became {actual.losses.get(name)}"
+    if actual.losses.keys() != expected.losses.keys():
+        return f"losses {sorted(expected.losses)} became {sorted(actual.losses)}"
+    return f"grad norm {expected.grad_norm} became {actual.grad_norm}"
 
 
 @dataclass(frozen=True)
 class Kill:
-    """The SIGKILL that the demo sent, at `time` in unix seconds, and the pid of the spare that waited."""
+    """The SIGKILL that the demo sent, its time in unix seconds, and the pid of the waiting spare process."""
 
     rank: int
     pid: int
@@ -116,7 +127,7 @@ class Kill:
     spare: int | None = None
 
     def step(self, steps: list[Step]) -> int:
-        """The step that was in flight, by what the killed process had recorded."""
+        """Return the step that was in flight, according to the records of the killed process."""
         done = (step.iteration for step in steps if step.rank == self.rank and step.time <= self.time)
         return max(done, default=0) + 1
 
@@ -125,19 +136,21 @@ class Kill:
 class Incident:
     """The report that ttprun wrote; see `read_incident`."""
 
-    saved_step: int  # from which the job went on, saved or not; 0 where there was none
+    saved_step: int  # the step from which the job went on, saved or not; 0: none
     verdict: str
     reason: str
     path: Path
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def first(self, what: str) -> float | None:
-        """Unix seconds of the first event of that kind."""
-        return min((unix(event["time"]) for event in self.events if event["type"] == what), default=None)
+    def first(self, event_type: str) -> float | None:
+        """Return the unix seconds of the first event of a type."""
+        return min(
+            (unix(event["time"]) for event in self.events if event["type"] == event_type), default=None
+        )
 
 
 def read_incident(folder: Path) -> Incident:
-    """Read the only report in the folder. Raises ValueError where there is none, or more than one."""
+    """Read the only report in the folder. Raises ValueError unless there is exactly one."""
     reports = sorted(folder.glob("*/incidents/*.json"))
     if len(reports) != 1:
         raise ValueError(f"{len(reports)} incident reports instead of one")

@@ -1,4 +1,4 @@
-"""The demo's report: the page of a job, with what the demo found out in place of the job's state."""
+"""The demo's report: the page of a job, with the demo's findings in place of the job's state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from demo.runs import Run
 from demo.training import SETTING
 
 
-def write_page(path: Path, found: Findings, runs: list[Run], survivals: list[Survival]) -> None:
-    """Write the page. It shows the table and the sentences that the demo also prints.
+def write_page(path: Path, findings: Findings, runs: list[Run], survivals: list[Survival]) -> None:
+    """Write the page, with the table and the sentences that the demo prints.
 
     Args:
         path: the file.
-        found: what the demo found out.
-        runs: all runs, the one without the adaptor first.
+        findings: the findings of the demo.
+        runs: all runs; the first is without the adaptor.
         survivals: the killed runs.
     """
     reference, *others = runs
@@ -29,30 +29,30 @@ def write_page(path: Path, found: Findings, runs: list[Run], survivals: list[Sur
     assert killed is not None
     environment = page.environment(Path(__file__).parent)
     html = environment.get_template("report.html.j2").render(
-        kept=found.kept,
+        kept=findings.kept,
         setting=SETTING,
-        found=found,
+        findings=findings,
         reference=reference.title,
         curve=curve(reference.steps),
         killed=killed.step(survivals[0].run.steps),
         differences=[difference(run.title, reference.steps, run.steps) for run in others],
-        sections=[_section(one, environment) for one in survivals],
+        sections=[_section(survival, environment) for survival in survivals],
         refresh_s=0,
     )
     path.write_text(html, encoding="utf-8")
 
 
-def _section(one: Survival, environment: jinja2.Environment) -> tuple[str, Section]:
+def _section(survival: Survival, environment: jinja2.Environment) -> tuple[str, Section]:
     """Return the heading of a killed run, and the section of its incident."""
-    assert one.run.kill is not None
-    file = one.incident.path
+    assert survival.run.kill is not None
+    file = survival.incident.path
     incident = job_reader.read(file, IncidentRecord)
-    made = section(
+    content = section(
         environment,
         incident,
         page.stacks_of(file.parents[2], incident),
-        fault_at=one.run.kill.time,
+        fault_at=survival.run.kill.time,
         origin="the kill",
-        name=one.run.folder.name,
+        name=survival.run.folder.name,
     )
-    return "Online recovery" if one.incident.verdict == ONLINE else "Save and restart", made
+    return "Online recovery" if survival.incident.verdict == ONLINE else "Save and restart", content

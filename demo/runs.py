@@ -1,4 +1,4 @@
-"""Starts a training run, follows its records, kills one of its processes if wanted, and ends it for sure."""
+"""Starts a training run, follows its records, kills a process as planned, and ends all processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from demo.records import Follower, Kill, Step
 RANKS = 4
 POLL_SECONDS = 0.005
 SHOW_SECONDS = 0.2
-LIMIT_SECONDS = 900  # far beyond any healthy run: a hang ends as a failure that names its log
-SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")  # of the user's shell: kept out of the demo's runs
+LIMIT_SECONDS = 900  # far longer than any healthy run: a hang becomes an error that names the log
+SETTINGS = (
+    "ENABLE_TTP",
+    "TTP_",
+    "TORCHELASTIC_",
+)  # variables of the user's shell that the demo's runs do not inherit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """When to kill: once `rank` has finished `after_step`, in the middle of the step that follows.
+    """When to kill: in the middle of the step after `after_step`, once `rank` has finished that step.
 
     A run that recovers online is killed when a spare process waits, but not after `last_step`.
     """
@@ -56,7 +60,7 @@ class Run:
         return self.folder / "records"
 
     def execute(self, progress: Progress) -> None:
-        """Train to the end. Raises DemoError, with every process of the run gone, where that fails."""
+        """Train to the end. Raises DemoError if the run fails, after ending all of its processes."""
         self.records.mkdir(parents=True)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
         began = time.monotonic()
@@ -87,7 +91,7 @@ class Run:
         running = True
         detail, shown = "starting", 0.0
         while running:
-            running = process.poll() is None  # asked before the last read, so that no record is missed
+            running = process.poll() is None  # before the last read, so that no record is missed
             added = [step for follower in followers for step in follower.poll()]
             self.steps += added
             if added:
@@ -120,7 +124,7 @@ class Run:
 
 
 def find_worker(launcher: psutil.Process, rank: int) -> psutil.Process | None:
-    """Find a rank's process below the launcher: the topmost whose environment carries its number."""
+    """Return a rank's process below the launcher: the topmost with the rank in its environment."""
     level = [launcher]
     while level:
         level = [child for parent in level for child in parent.children()]
@@ -134,7 +138,7 @@ def find_worker(launcher: psutil.Process, rank: int) -> psutil.Process | None:
 
 
 def find_spare(launcher: psutil.Process) -> int | None:
-    """Return the pid of a process of the launcher that waits to take the place of a worker."""
+    """Return the pid of a spare process of the launcher."""
     for process in launcher.children(recursive=True):
         try:
             if process.name() == "ttp-spare":
@@ -145,7 +149,7 @@ def find_spare(launcher: psutil.Process) -> int | None:
 
 
 def end_tree(launcher: psutil.Process) -> None:
-    """End the launcher and all that it started, politely first."""
+    """End the launcher and its descendants, with SIGTERM first."""
     try:
         tree = [launcher, *launcher.children(recursive=True)]
         launcher.terminate()
@@ -160,8 +164,8 @@ def end_tree(launcher: psutil.Process) -> None:
     psutil.wait_procs(alive, timeout=15)
 
 
-def run_tool(command: list[str], log: Path, what: str, environment: dict[str, str]) -> None:
-    """Run a short command with its output in `log`. Raises DemoError where it fails."""
+def run_tool(command: list[str], log: Path, name: str, environment: dict[str, str]) -> None:
+    """Run a short command with its output in `log`. Raises DemoError if it fails."""
     with log.open("wb") as out:
         code = subprocess.run(
             command,
@@ -172,4 +176,4 @@ def run_tool(command: list[str], log: Path, what: str, environment: dict[str, st
             check=False,
         ).returncode
     if code != 0:
-        raise DemoError(f"{what} ended with exit code {code}: see {log}")
+        raise DemoError(f"{name} ended with exit code {code}: see {log}")

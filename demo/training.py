@@ -1,4 +1,4 @@
-"""What the demo trains, and the four ways in which it starts the training."""
+"""The model that the demo trains, and the four ways in which the demo starts the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTING = (
 
 
 def tools_environment(megatron: Path) -> dict[str, str]:
-    """What Megatron's scripts need: their tree, and first on the path the python3 that builds its helpers."""
+    """Return the environment of Megatron's scripts: their tree, and a path that begins with this python3."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {"PATH": path, "PYTHONPATH": str(megatron)}
 
@@ -31,7 +31,7 @@ def tokenizer_arguments(data: Path) -> list[str]:
 
 
 def arguments(data: Path) -> list[str]:
-    """The arguments of pretrain_gpt.py that every run has."""
+    """Return the arguments of pretrain_gpt.py that all runs have."""
     model = f"""
         --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4
         --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
@@ -50,19 +50,21 @@ def arguments(data: Path) -> list[str]:
 
 
 def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
-    """The calm run, without the adaptor and with it, and the two in which `kill` is done: one recovers
-    online, one saves and starts again."""
+    """Return the runs: undisturbed without and with the adaptor, online recovery, and save and restart.
+
+    The last two runs do `kill`.
+    """
     cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
     plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices", "cpu"]
     adapted = [sys.executable, "-m", "adaptor.launchers.cli.ttprun", "--ttp-device", "cpu", *cluster]
     environment = tools_environment(megatron)
 
-    def run(name: str, title: str, launcher: list[str], own: list[str], plan: Plan | None = None) -> Run:
+    def run(name: str, title: str, launcher: list[str], extra: list[str], plan: Plan | None = None) -> Run:
         folder = out / name
         script = [record.__file__, str(folder / "records"), str(megatron / "pretrain_gpt.py")]
         return Run(
             title=title,
-            command=[*launcher, *script, *arguments(data), *own],
+            command=[*launcher, *script, *arguments(data), *extra],
             folder=folder,
             iterations=ITERATIONS,
             environment=environment | {"TTP_LOG_PATH": str(folder / "ttp")},
@@ -73,8 +75,9 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
         return ["--save", str(out / name / "checkpoints"), "--load", str(out / name / "checkpoints")]
 
     # The adaptor's second copies are Megatron's own two optimizer instances. They sum gradients in another
-    # order than one instance does, which shows in the last bits: the run without the adaptor has two as
-    # well. It saves nothing, because both instances would write the same file at the same time.
+    # order than a single instance, which shows in the last bits: therefore the run without the adaptor has
+    # two instances as well. It saves nothing, because both instances would write the same file at the same
+    # time.
     two_instances = ["--num-distributed-optimizer-instances", "2"]
     online, restart = ([*adapted, "--max-restarts", "1", "--ttp-online", seconds] for seconds in ("60", "0"))
     return [
