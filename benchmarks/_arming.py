@@ -1,9 +1,8 @@
-"""Arms and disarms online recovery, or the comparison of holders, every few steps of one job, and measures a
-step: for `_worker.py`.
+"""Turns online recovery, or the comparison of holders, on and off every few steps of a job: for `_worker.py`.
 
-Disarmed, a step is that of a job with TTP_ONLINE=0: torch waits for its collectives, the data that a step
-reads and its losses are not kept, the board is not told of them. What stays is what an armed job has beside
-its steps: what it has imported, the descriptions of its process groups, a spare process that waits.
+Off, a step is that of a job with TTP_ONLINE=0: torch waits for its collectives, the data that a step reads
+and its losses are not kept, and the board is not informed of them. The rest of an armed job stays: its
+imports, the descriptions of its process groups, a waiting spare process.
 """
 
 from __future__ import annotations
@@ -16,24 +15,26 @@ from typing import Any
 from _blocks import Blocks, Measured
 from _calls import Calls
 
-DRILLS = 7  # in a job that compares its holders
+DRILLS = 7  # drills in a job that compares its holders
 
 
 class Arming:
     """The measurement of one rank.
 
     Args:
-        add: writes a line down.
+        add: writes a line of results.
         hook: wraps a function once its module is imported.
-        given: steps in a block, pairs of blocks, the seed of their order, steps before them, and what is
-            measured: "times", or "calls" of functions ("holders": see `Comparing`).
+        settings: steps in a block, pairs of blocks, the seed of their order, steps before them, and what is
+            measured: "times", "calls" of functions, or "holders" (see `Comparing`).
     """
 
-    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
-        self._data: Any = None  # the iterator of the training data, where this rank reads any
-        self._taken: list[tuple[Any, str, Any]] = []  # an object, its attribute, and what it was
+    def __init__(
+        self, add: Callable[..., None], hook: Callable[[str, str, Any], None], settings: str
+    ) -> None:
+        self._data: Any = None  # the iterator of the training data, if this rank reads any
+        self._replaced: list[tuple[Any, str, Any]] = []  # an object, its attribute, and the original value
         self._began: Measured = {}
-        *numbers, what = given.split(",")
+        *numbers, what = settings.split(",")
         block, pairs, seed, warm_up = map(int, numbers)
         self._calls = Calls() if what == "calls" else None
         self._blocks = Blocks(
@@ -50,26 +51,26 @@ class Arming:
         from adaptor.frameworks.training_loop import Recovery
         from adaptor.online.rejoin import OnlineRecovery
 
-        if on == (not self._taken):
+        if on == (not self._replaced):
             return
         if on:
             _let_act(True)
-            for holder, name, value in self._taken:
+            for holder, name, value in self._replaced:
                 setattr(holder, name, value)
-            self._taken = []
+            self._replaced = []
             return
         recovery = context.part(Recovery)
         if recovery.loop is None or not all(unit.acts for unit in patching.units("waits")):
             raise RuntimeError("the job is not armed: there is nothing to be measured")
         _let_act(False)
         if self._data is not None:
-            self._take(self._data, "iterable", self._data.iterable._source)
-        self._take(recovery, "loop", None)
-        self._take(context.part(OnlineRecovery), "rejoin", None)
+            self._replace(self._data, "iterable", self._data.iterable._source)
+        self._replace(recovery, "loop", None)
+        self._replace(context.part(OnlineRecovery), "rejoin", None)
 
-    def _take(self, holder: Any, name: str, instead: Any) -> None:
-        self._taken.append((holder, name, getattr(holder, name)))
-        setattr(holder, name, instead)
+    def _replace(self, holder: Any, name: str, value: Any) -> None:
+        self._replaced.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
 
     def _begin(self) -> None:
         self._began = _now()
@@ -85,14 +86,16 @@ class Arming:
 class Comparing(Arming):
     """Turns the comparison of the holders (TTP_VERIFY_EVERY=auto) off and on; drills before the first block.
 
-    The steps of a block that count are a multiple of the interval that the job has chosen, so that each block
+    The counted steps of a block are a multiple of the interval that the job has chosen, so that each block
     has as many comparisons.
     """
 
-    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
-        super().__init__(add, hook, given)
+    def __init__(
+        self, add: Callable[..., None], hook: Callable[[str, str, Any], None], settings: str
+    ) -> None:
+        super().__init__(add, hook, settings)
         self._add = add
-        self._warm_up = int(given.split(",")[3])
+        self._warm_up = int(settings.split(",")[3])
         self._steps = 0
         self._verifier: Any = None
 
@@ -114,7 +117,7 @@ class Comparing(Arming):
             window.verifier = window.verifier or self._verifier
         elif window.verifier is not None:
             self._verifier, window.verifier = window.verifier, None
-            self._verifier._updated = None  # of a step that will be an old one
+            self._verifier._updated = None  # the checksums would be of an old step
 
     def _drill(self) -> None:
         from adaptor.replica import group
@@ -136,22 +139,22 @@ def _window() -> Any:
     return runtime.get().session.window
 
 
-def _let_act(act: bool) -> None:
-    """Put the wrappers of the patches in their places, or the framework's functions.
+def _let_act(on: bool) -> None:
+    """Put the patches' wrappers in place, or the framework's functions.
 
-    `patching.arm` and `disarm` do the same, and more: arming looks at each signature again. What it leaves in
-    memory and caches is felt for some steps, and would count as what armed steps take.
+    `patching.arm` and `disarm` do the same and more: arming checks each signature again. Its traces in memory
+    and caches would count as time of armed steps.
     """
     from adaptor import patching
 
     for unit in (*patching.units("online"), *patching.units("waits")):
         for patch in unit.patches:
             if patch.applied and patch._place is not None:
-                if act:
+                if on:
                     patch._place.put(patch._wrapper)
                 else:
                     patch._place.restore()
-        unit.armed = act
+        unit.armed = on
         unit.settle()
 
 

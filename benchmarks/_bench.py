@@ -1,6 +1,6 @@
-"""What every benchmark prints and keeps: its settings, the machine, a table, and a file in out/benchmarks/.
+"""The parts of every benchmark: settings, the machine, a table, and a file in out/benchmarks/.
 
-Importing it puts the repository's root on the path: a benchmark is started as a file.
+Importing this module puts the repository's root on the path: a benchmark is started as a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "benchmarks"
-# Samples that are drawn for an interval.
+# The number of samples for an interval.
 _RESAMPLES = 10_000
 sys.path.insert(0, str(ROOT))
 
@@ -25,7 +25,7 @@ from tests import machine  # noqa: E402
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest, largest, 90th percentile and number of `values`; there must be at least one."""
+    """Return median, smallest, largest, 90th percentile and number of at least one value."""
     ordered = sorted(values)
     return {
         "median": statistics.median(ordered),
@@ -37,14 +37,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def bootstrap(draw: Callable[[random.Random], float], seed: int) -> tuple[float, float]:
-    """The 95 % interval of what `draw` calculates from a sample that it draws anew."""
+    """Return the 95 % interval of the results of `draw`, each from a sample drawn anew."""
     source = random.Random(seed)
-    drawn = sorted(draw(source) for _ in range(_RESAMPLES))
-    return drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)]
+    results = sorted(draw(source) for _ in range(_RESAMPLES))
+    return results[int(0.025 * _RESAMPLES)], results[int(0.975 * _RESAMPLES)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table, its columns aligned for a terminal, too."""
+    """Return a Markdown table whose columns are aligned for a terminal, too."""
     cells = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
 
@@ -56,23 +56,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 class Benchmark:
-    """One run of one benchmark: says with what it begins, and at the end what it found."""
+    """One run of a benchmark: prints its settings at the start, and its findings at the end."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
         self._settings = dict(settings)
         self._machine = machine.describe()
         self._began = time.time()
-        where = self._machine
+        description = self._machine
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
-        self.where = machine.line(where)
+        self.where = machine.line(description)
         print(f"on {self.where}")
-        if where["load"] > where["cores"] / 2:
-            print(f"the machine is busy (load {where['load']:.1f}): times will be longer than its own")
+        if description["load"] > description["cores"] / 2:
+            print(f"the machine is busy (load {description['load']:.1f}): times will be longer than its own")
         sys.stdout.flush()
 
     def finish(self, text: str, findings: Mapping[str, Any]) -> None:
-        """Print the tables in `text`, keep `findings` beside settings and machine."""
+        """Print the tables in `text`, and write `findings` with settings and machine to a file."""
         OUT.mkdir(parents=True, exist_ok=True)
         path = OUT / f"{self._name}.json"
         scratch = path.with_suffix(f".{os.getpid()}")

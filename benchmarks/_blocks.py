@@ -1,6 +1,6 @@
-"""Blocks of steps in one job, each in one of two arms, and what a step takes in them: for `_worker.py`.
+"""Blocks of steps in one job, each in one of two arms, and the measurements of a step: for `_worker.py`.
 
-Every rank turns at the same step, in an order that is drawn beforehand, and is pinned to a core. Neighbouring
+Every rank is pinned to a core and turns at the same step, in an order that is drawn beforehand. Neighbouring
 blocks of both arms are a pair (`paired`).
 """
 
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ARMS = ("off", "on")
-# Steps before the first block: memory is found, and the first steps of a process are unlike the others.
+# Steps before the first block: memory is allocated, and the first steps of a process differ from the others.
 WARM_UP = 8
 
-# What a line says besides what was measured.
+# The fields of a line that are no measurements.
 _ABOUT = {"what", "time", "seconds", "restart", "rank", "arm"}
 
 Measured = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser, block: int = 5) -> None:
-    """Add the options of blocks, of `block` steps by default; how many pairs there are, each script says."""
+    """Add the options of blocks, of `block` steps by default; each script adds its number of pairs."""
     parser.add_argument("--block", type=int, default=block, help="steps in a block; the first is not counted")
     parser.add_argument(
         "--seed", type=int, default=1, help="of the order of blocks, and of what is drawn besides"
@@ -36,11 +36,13 @@ class Blocks:
     """The blocks of one rank, which is pinned to a core.
 
     Args:
-        add: writes a line down.
-        block, pairs, seed: steps in a block, pairs of blocks, and the seed of their order.
-        turn: turns to an arm: True, on.
-        begin: begins to measure.
-        end: ends that, after so many steps, and returns what a step took, in the mean.
+        add: writes a line of results.
+        block: steps in a block.
+        pairs: pairs of blocks.
+        seed: of the order of blocks.
+        turn: turns to an arm; True: on.
+        begin: begins a measurement.
+        end: ends the measurement of some steps, and returns the mean of a step.
         warm_up: steps before the first block.
 
     Attributes:
@@ -70,7 +72,7 @@ class Blocks:
         os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
 
     def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Make a step of the framework, and count it."""
+        """Make a step of the framework, and count the step."""
         result = wrapped(*args, **kwargs)
         self._steps += 1
         block, step = divmod(self._steps - self._warm_up, self.block)
@@ -81,17 +83,17 @@ class Blocks:
                 self._add("block", 0.0, arm=self._order[block - 1], **self._end(self.block - 1))
             self._is_measured = False
             self._turn(self._order[block] == "on" if block < len(self._order) else True)
-        elif step == 1:  # the first step of a block pays for what the one before has left
+        elif step == 1:  # not the first step, which pays for leftovers of the previous block
             self._begin()
             self._is_measured = True
         return result
 
 
 def paired(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Measured, Measured]]:
-    """Return of each pair of blocks what a step took, off and on: the mean over ranks.
+    """Return the measurements of a step, off and on, of each pair of blocks: the mean over ranks.
 
     Args:
-        lines: what the ranks have written down.
+        lines: the lines of all ranks.
     """
     blocks: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -111,7 +113,7 @@ def middle(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _mean_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, Measured]:
-    """Return the arm of a block, and the mean of what each rank has measured in it."""
+    """Return the arm of a block, and the mean of the ranks' measurements in it."""
 
     def mean(values: Sequence[Any]) -> Any:
         if isinstance(values[0], dict):

@@ -1,6 +1,6 @@
 """Counts the calls that the main thread makes, by function: for `_arming.py`.
 
-What is counted is the same on a busy machine, and nothing else tells so exactly what was added where.
+The counts do not depend on the load of the machine, and show exactly where a call was added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Calls:
-    """The calls of Python's functions, and of those of C that Python calls."""
+    """The calls of Python functions, and of C functions by Python."""
 
     def __init__(self) -> None:
         self._python: Counter[Any] = Counter()  # by code
@@ -32,9 +32,9 @@ class Calls:
             self._c[getattr(argument, "__qualname__", str(argument)).rpartition("::")[2]] += 1
 
     def end(self) -> Counter[str]:
-        """Count no more; return how often each function was called, by its file and name ("C": of C)."""
+        """Stop counting; return the calls of each function, by file and name ("C": of C functions)."""
         sys.setprofile(None)
-        found = Counter({f"C {name.rpartition('_abi_')[2]}": count for name, count in self._c.items()})
+        calls = Counter({f"C {name.rpartition('_abi_')[2]}": count for name, count in self._c.items()})
         for code, count in self._python.items():
-            found[f"{'/'.join(Path(code.co_filename).parts[-2:])} {code.co_qualname}"] += count
-        return found
+            calls[f"{'/'.join(Path(code.co_filename).parts[-2:])} {code.co_qualname}"] += count
+        return calls

@@ -1,4 +1,4 @@
-"""What a process holds: memory, threads, descriptors; `Holdings` lets a worker write down its own."""
+"""The resources of a process: memory, threads, descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def of_process(process: psutil.Process) -> dict[str, float]:
-    """Memory that it has of its own (MiB), threads, descriptors, and how many of these are sockets."""
+    """Return a process's own memory (MiB), and its numbers of threads, descriptors and sockets."""
     kinds = [link.partition(":")[0] for link in _links(process.pid)]
     return {
         "MiB": process.memory_full_info().uss / 2**20,
@@ -22,18 +22,18 @@ def of_process(process: psutil.Process) -> dict[str, float]:
 
 
 def _links(pid: int) -> list[str]:
-    found = []
+    links = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found.append(str(path.readlink()))
-    return found
+            links.append(str(path.readlink()))
+    return links
 
 
 class Holdings:
-    """Writes down, after every `interval`th step of a worker, what it holds.
+    """Writes down the resources of a worker after every `interval`th step.
 
     Args:
-        notes: where (`_worker.Notes`).
+        notes: where to write them (`_worker.Notes`).
         interval: in steps.
         at: the remainder of the numbers of these steps.
     """
@@ -57,9 +57,10 @@ def _of_this_process() -> dict[str, float]:
     import torch
 
     gc.collect()
-    # Asked by type: isinstance would ask lazy objects of other libraries for their class.
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    # By type: isinstance would ask lazy objects of other libraries for their class.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    memory = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {
         **of_process(psutil.Process()),
         "tensors": len(tensors),

@@ -29,17 +29,17 @@ from tests.frameworks import args, prepare, record
 RANKS = 4
 HERE = Path(__file__).resolve().parent
 TRAIN_CORE = _bench.ROOT / "tests/frameworks/train_core.py"
-# Of the user's shell: kept out of what is measured.
+# Variables of the user's shell that jobs do not inherit.
 _SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
 
 
 class JobError(Exception):
-    """A job did not do what the benchmark needs; the message names its log."""
+    """A job failed to do what the benchmark needs; the message names its log."""
 
 
 def model(layers: int, hidden: int, sequence: int) -> list[str]:
-    """Arguments that come after those of the tiny model, and win."""
+    """Return arguments of a model's size, which override those of the tiny model."""
     heads = max(4, hidden // 64)
     sizes = {"num-layers": layers, "hidden-size": hidden, "num-attention-heads": heads}
     sizes |= {"seq-length": sequence, "max-position-embeddings": sequence}
@@ -47,7 +47,7 @@ def model(layers: int, hidden: int, sequence: int) -> list[str]:
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a job's sizes: those of `model`, and the global batch."""
+    """Add the options of a job's size: those of `model`, and the global batch."""
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=64)
@@ -55,7 +55,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Warm(warm.Warm):
-    """A launcher in a fork of the benchmark's starter; should the benchmark be killed, it gets a SIGTERM."""
+    """A launcher in a fork of the benchmark's starter; it gets a SIGTERM if the benchmark is killed."""
 
     ends_with_asker = True
 
@@ -63,7 +63,7 @@ class _Warm(warm.Warm):
 class Job:
     """One start of a launcher, in a folder of its own: `ckpt`, `records`, `logs` and `log`.
 
-    Used as a context: whatever happens, nothing of it runs on afterwards.
+    A job is a context manager, which ends all processes of the job.
     """
 
     def __init__(
@@ -96,13 +96,19 @@ class Job:
         warm: bool = False,
         library: Sequence[str] | None = None,
     ) -> None:
-        """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
-        without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate`, `cost`, `holds`, `parts`, `arming` and `uploading` are `_worker.py`'s;
-        the ranks are divided among `nodes`, all on this machine, each in its part of `network` if there is
-        one; `warm`: workers are forks that have torch imported, which is quicker where nothing is timed
-        (`tests/faults/warm.py`); `library`: arguments of `train_core.py`, which trains in the place of
-        `pretrain_gpt.py` and saves nothing itself.
+        """Prepare a job; entering the context starts it.
+
+        Args:
+            save: the folder of the checkpoints; None: in the job's folder.
+            instances: optimizer instances of a job without the adaptor; with it there are two anyway.
+            distributed: whether the optimizer is distributed.
+            watch, native, gate, cost, holds, parts, arming, uploading: options of `_worker.py`.
+            nodes: the ranks are divided among so many nodes, all on this machine.
+            network: a namespace for each node.
+            warm: workers are forks with torch imported (`tests/faults/warm.py`), for jobs whose start is not
+                timed.
+            library: arguments of `train_core.py`, which trains in place of `pretrain_gpt.py` and saves
+                nothing by itself.
         """
         self.folder = folder
         self.save = save or folder / "ckpt"
@@ -169,12 +175,12 @@ class Job:
             "TTP_LOG_PATH": str(self.logs),
             "PYTHONPATH": os.pathsep.join(path),
             "PYTHONWARNINGS": "ignore",
-            # What a job does that is started again as a whole; measurements of online recovery ask for it.
+            # A job restarts as a whole by default; measurements of online recovery override this.
             "TTP_ONLINE": "0",
             **({} if adaptor else {"ENABLE_TTP": "False"}),
             **(environment or {}),
         }
-        # Without bytecode each process would compile what it imports.
+        # Without cached bytecode each process would compile its imports.
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if network is not None:
             self._environment |= network.environment | {"TTP_TLS": "plain"}
@@ -187,8 +193,7 @@ class Job:
             command = list(self._launch)
             if self._nodes > 1:
                 address = self._network.address if self._network is not None else "127.0.0.1"
-                there = ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
-                command += there
+                command += ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
             command += self._command
             if self._network is not None:
                 command = [*self._network.command(node), *command]
@@ -215,7 +220,7 @@ class Job:
 
     @property
     def returncode(self) -> int | None:
-        """That of the first node; None while any of them runs."""
+        """The exit code of the first node; None while any node runs."""
         codes = [agent.poll() for agent in self._agents]
         return None if None in codes else codes[0]
 
@@ -225,7 +230,11 @@ class Job:
         return psutil.Process(self._agents[0].pid)
 
     def wait(self, limit_s: float, tick: Callable[[], None] = lambda: None) -> int:
-        """The exit code; `tick` is called twenty times a second. Raises JobError after `limit_s`."""
+        """Wait for the end, and return the exit code; `tick` is called twenty times a second.
+
+        Raises:
+            JobError: the job runs after `limit_s` seconds.
+        """
         deadline = time.monotonic() + limit_s
         while (code := self.returncode) is None:
             if time.monotonic() > deadline:
@@ -236,56 +245,56 @@ class Job:
         return code
 
     def records(self) -> dict[int, list[dict[str, Any]]]:
-        """What every rank recorded in each iteration."""
+        """Return the record of every iteration of each rank."""
         return record.read(self.folder / "records")
 
     def watched(self) -> list[dict[str, Any]]:
-        """What `_worker.py` wrote down, in the order of time."""
-        found = [line for path in self.folder.glob("watched/rank*.jsonl") for line in lines(path)]
-        return sorted(found, key=lambda line: float(line["time"]))
+        """Return the lines of `_worker.py`, in the order of time."""
+        entries = [line for path in self.folder.glob("watched/rank*.jsonl") for line in lines(path)]
+        return sorted(entries, key=lambda line: float(line["time"]))
 
     def struck(self) -> list[dict[str, Any]]:
-        """The faults that struck, in the order of time."""
+        """Return the stamps of the faults that struck, in the order of time."""
         return lines(self.stamps)
 
     def incidents(self) -> list[dict[str, Any]]:
-        """The incident reports, in the order of their numbers."""
+        """Return the incident reports, in the order of their numbers."""
         reports = [json.loads(path.read_text()) for path in self.logs.glob("*/incidents/*.json")]
         return sorted(reports, key=lambda report: int(report["incident"]))
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _end_with_the_benchmark() -> None:
-    """Between fork and exec: should the benchmark be killed, the launcher gets a SIGTERM."""
+    """Let the launcher get a SIGTERM if the benchmark is killed; called between fork and exec."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of JSON lines; none where there is no file."""
+    """Return the complete lines of a file of JSON lines; none if there is no file."""
     if not path.exists():
         return []
     text = path.read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def first(incident: Mapping[str, Any], what: str) -> float:
-    """When (Unix seconds) an incident's first event of that kind was. ValueError where there is none."""
-    return float(min(unix(event["time"]) for event in incident["events"] if event["type"] == what))
+def first(incident: Mapping[str, Any], event_type: str) -> float:
+    """Return the Unix seconds of an incident's first event of a type. Raises ValueError if there is none."""
+    return float(min(unix(event["time"]) for event in incident["events"] if event["type"] == event_type))
 
 
-def last(incident: Mapping[str, Any], what: str) -> float:
-    """When the last event of that kind was."""
-    return float(max(unix(event["time"]) for event in incident["events"] if event["type"] == what))
+def last(incident: Mapping[str, Any], event_type: str) -> float:
+    """Return the Unix seconds of an incident's last event of a type."""
+    return float(max(unix(event["time"]) for event in incident["events"] if event["type"] == event_type))
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a benchmark: a SIGTERM ends its jobs, too, and a job that fails is one line."""
+    """Run a benchmark: a SIGTERM ends its jobs, too, and a failed job is reported in one line."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -298,7 +307,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def new_folder(name: str) -> Path:
-    """An empty folder for the jobs of one run of a benchmark."""
+    """Make an empty folder for the jobs of one run of a benchmark."""
     folder = _bench.OUT / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
     return folder

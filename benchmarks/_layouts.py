@@ -1,4 +1,4 @@
-"""The layouts of a campaign: how a job is cut, who holds what, and which deaths it can survive."""
+"""The layouts of a campaign: their parallelism, their holders, and the deaths that they can survive."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from tests.faults import harness
 from tests.faults.fault import Fault
 from tests.faults.harness import Layout
 
-# What is left of a rank: nothing; or all that it had when its step began, and maybe not what others have.
+# Kinds of faults after which a rank provides no shard, and kinds after which its shards may be of the step
+# before those of other ranks.
 DEADLY = ("sigkill", "sigsegv", "oom", "os._exit", "sigstop", "holds-the-gil", "agent-sigkill")
 HARMFUL = ("sys.exit", "exception", "nan", "deadlock")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout on one node or on several, with local copies in place of the barrier or without.
+    """A layout on one or several nodes, with local copies in place of the barrier or without.
 
-    library  the arguments of a loop of one's own on Megatron-core in place of Megatron-LM's; None: that one
+    Attributes:
+        library: the arguments of a loop on Megatron-core; None: Megatron-LM's own script.
     """
 
     layout: Layout
@@ -55,7 +57,7 @@ class Cut:
         return rank * self.nodes // self.ranks
 
     def holders(self) -> list[set[int]]:
-        """Per shard of each group: the ranks that have it."""
+        """Return the ranks that hold each shard of each group."""
         size, tp = self.layout.data_parallel_size, self.layout.tp
         shards: dict[tuple[int, int, int], set[int]] = {}
         for rank in range(self.ranks):
@@ -70,29 +72,30 @@ class Cut:
         return {place, (place - 1) % size} if self.mirrors else {place % (size // 2)}
 
     def survives(self, struck: Iterable[Fault], side: int | None = None) -> bool | None:
-        """Whether what is left after these faults has every shard of the newest step.
+        """Return whether the ranks left after these faults hold every shard of the newest step.
 
-        None: it has every shard, but those that some of the ranks have may be of the step before.
+        None: they hold every shard, but some ranks may only have shards of the previous step.
 
         Args:
-            side: of what is left on this node, where the network has been cut.
+            struck: the faults.
+            side: the node whose ranks count, if the network has been cut.
         """
-        gone = {rank for rank in range(self.ranks) if side is not None and self.node(rank) != side}
-        hurt: set[int] = set()
+        lost = {rank for rank in range(self.ranks) if side is not None and self.node(rank) != side}
+        harmed: set[int] = set()
         for fault in struck:
-            away = {fault.rank} if fault.also is None else {fault.rank, fault.also}
+            ranks = {fault.rank} if fault.also is None else {fault.rank, fault.also}
             if fault.kind == "agent-sigkill":
-                away = {rank for rank in range(self.ranks) if self.node(rank) == self.node(fault.rank)}
+                ranks = {rank for rank in range(self.ranks) if self.node(rank) == self.node(fault.rank)}
             if fault.kind in DEADLY:
-                gone |= away
+                lost |= ranks
             elif fault.kind in HARMFUL:
-                hurt |= away
-        if not self._cover(gone):
+                harmed |= ranks
+        if not self._holds_all_without(lost):
             return False
-        return True if self._cover(gone | hurt) else None
+        return True if self._holds_all_without(lost | harmed) else None
 
-    def _cover(self, gone: Collection[int]) -> bool:
-        return all(ranks - set(gone) for ranks in self.holders())
+    def _holds_all_without(self, lost: Collection[int]) -> bool:
+        return all(ranks - set(lost) for ranks in self.holders())
 
 
 CUTS = {

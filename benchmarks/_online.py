@@ -1,4 +1,4 @@
-"""What happens in a campaign of online recovery, drawn from a seed, and what became of it."""
+"""The faults of a campaign of online recovery, drawn from a seed, and the outcomes of its incidents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adaptor.protocol.records import unix
 from tests.faults import harness
 from tests.faults.fault import NEWCOMERS, ONCE, Fault
 
-# The layouts of the other campaign, and those that only process groups and buckets make different.
+# The layouts of the other campaign, and layouts that differ only in process groups and buckets.
 LAYOUTS: Mapping[str, Cut] = {
     **{name: cut for name, cut in CUTS.items() if cut.nodes == 1},
     "vpp2-dp2": Cut(harness.VPP2_DP2),
@@ -28,7 +28,7 @@ LAYOUTS: Mapping[str, Cut] = {
     "dp2-fp32": Cut(harness.DP2_FP32),
     "tp2-dp2-sequence": Cut(harness.TP2_DP2_SP),
 }
-# Loops of one's own, which a campaign has where it is asked for them.
+# Loops on Megatron-core, which a campaign has only on request.
 LIBRARY: Mapping[str, Cut] = {
     "core-dp4": Cut(harness.DP4, library=("--stream",)),
     "core-tp2-dp2": Cut(harness.TP2_DP2, library=("--stream",)),
@@ -39,12 +39,12 @@ LIBRARY: Mapping[str, Cut] = {
     "core-dp4-accumulates": Cut(harness.DP4, library=("--accumulate", "2")),
 }
 ALL = {**LAYOUTS, **LIBRARY}
-# Who holds what there is not worked out: a state that is lost after one death is a failure.
+# Layouts whose holders are not modelled: a state that is lost after a single death is a failure.
 UNKNOWN = ("moe-dp4-ep2", "moe-dp4-ep2-mirror")
 STEPS = 36
-# So many faults strike a job: with as many recoveries as one generation of workers may have, it restarts.
+# The most faults of a job: after as many recoveries as one generation may have, it restarts.
 MOST = 6
-# How often each kind of fault is drawn.
+# The weight of each kind of fault.
 KINDS: Mapping[str, int] = {
     "sigkill": 7,
     "sigsegv": 1,
@@ -57,7 +57,7 @@ KINDS: Mapping[str, int] = {
     "sigstop": 1,
     "holds-the-gil": 1,
 }
-# Of second faults: where they strike a survivor, and where a new process.
+# Second faults: phases of survivors, phases of new processes, and kinds.
 OF_SURVIVORS = ("freeze", "regroup", "give", "exchange", "joined", "proceed")
 OF_NEWCOMERS = ("start", "get", "exchange", "joined", "proceed")
 SECOND = ("sigkill", "sigkill", "sigkill", "os._exit", "sigstop")
@@ -68,7 +68,7 @@ WHY = "not recovered online: "
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault, and a second one in the incident that it opens."""
+    """A fault, and perhaps a second one in the incident that it opens."""
 
     fault: Fault
     second: Fault | None
@@ -89,11 +89,11 @@ class Drawn:
 
     @property
     def faults(self) -> list[Fault]:
-        return [fault for one in self.planned for fault in one.faults]
+        return [fault for planned in self.planned for fault in planned.faults]
 
 
 def draw(seed: int, cuts: Sequence[str], share: float, kinds: Sequence[str]) -> Iterator[Drawn]:
-    """Jobs without end; a `share` of their faults is followed by a second one."""
+    """Yield jobs without end; a `share` of their faults is followed by a second one."""
     source, number = random.Random(seed), 0
     while True:
         name = cuts[number % len(cuts)]
@@ -107,19 +107,19 @@ def _faults(source: random.Random, cut: Cut, share: float, kinds: Sequence[str])
         phase, kind = source.choice(CHOICE), source.choice(kinds)
         if phase == "gather" and not cut.layout.distributed_optimizer:
             phase = "update"  # nothing is gathered
-        if cut.library is not None:  # it saves nothing, and what comes after a step is its own log
+        if cut.library is not None:  # it saves nothing, and only its own log follows a step
             phase = "forward" if phase == "data" else phase
             phase = "logging" if phase == "between" or phase.startswith("save") else phase
         if kind in HANGS and (phase in ("between", "logging") or phase.startswith("save")):
-            kind = "sigkill"  # there only the framework's own time-outs tell
+            kind = "sigkill"  # there only the framework's own timeouts detect a hang
         if kind == "nan" and phase not in ("data", "forward", "backward"):
-            kind = "exception"  # afterwards the framework itself would save it
+            kind = "exception"  # later in the step, the framework itself would save it
         step += source.randint(3, 5) + (LEARNT if kind in HANGS else 0)
         if phase.startswith("save"):
             step += -step % SAVE_INTERVAL
         rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
         fault = Fault(rank, phase, kind, step=step, restart=ONCE, code=source.choice((0, 7)))
-        others = [one for one in range(cut.ranks) if one != rank]
+        others = [each for each in range(cut.ranks) if each != rank]
         second = None
         chance = source.random()
         if chance < share:
@@ -143,13 +143,14 @@ def _second(source: random.Random, first: Fault, others: Sequence[int]) -> Fault
 
 @dataclass(frozen=True)
 class Incident:
-    """An incident and what became of it.
+    """An incident and its outcome.
 
-    struck    the faults that struck in it, in words
-    outcome   online; restart: last words of the newest finished step, and all started again; explained: no
-              holder of a shard was left; failed: anything else
-    why       of a restart: why not online
-    seconds   from the fault until all were told to go on; 0 where it was not online
+    Attributes:
+        struck: the faults that struck in it, as text.
+        outcome: online; restart: last words of the newest finished step, and a restart of all; explained: a
+            shard had no holder left; failed: anything else.
+        why: the reason of a restart.
+        seconds: from the fault until all ranks were told to go on; 0 unless online.
     """
 
     cut: str
@@ -163,17 +164,17 @@ class Incident:
 
 
 def incidents(drawn: Drawn, job: Job) -> list[Incident]:
-    """Return what became of each incident of a job that has ended, in their order."""
-    stamps, found = job.struck(), []
+    """Return the outcome of each incident of a job that has ended, in order."""
+    stamps, outcomes = job.struck(), []
     faults = {str(fault): fault for fault in drawn.faults}
     for report in job.incidents():
         until = max(unix(event["time"]) for event in report["events"])
-        here = [stamp for stamp in stamps if stamp["time"] <= until]
+        own_stamps = [stamp for stamp in stamps if stamp["time"] <= until]
         stamps = [stamp for stamp in stamps if stamp["time"] > until]
-        struck = [faults[stamp["fault"]] for stamp in here]
+        struck = [faults[stamp["fault"]] for stamp in own_stamps]
         first = struck[0] if struck else None
         outcome, why = outcome_of(drawn, report, struck)
-        found.append(
+        outcomes.append(
             Incident(
                 drawn.cut,
                 tuple(map(str, struck)),
@@ -181,49 +182,51 @@ def incidents(drawn: Drawn, job: Job) -> list[Incident]:
                 first.phase if first else "",
                 outcome,
                 why,
-                until - here[0]["time"] if here and outcome == ONLINE else 0.0,
+                until - own_stamps[0]["time"] if own_stamps and outcome == ONLINE else 0.0,
                 int(report["step"] or -1),
             )
         )
-    return found
+    return outcomes
 
 
 def outcome_of(drawn: Drawn, report: Mapping[str, Any], struck: Sequence[Fault]) -> tuple[str, str]:
-    """Return what became of the incident of `report`, in which the faults `struck` struck, and why."""
+    """Return the outcome of the incident of `report`, in which the faults `struck` struck, and its reason."""
     verdict, reason = str(report["verdict"]), str(report["reason"])
     if not struck:
         return FAILED, f"no fault of ours: {reason}"
     if verdict == "recovered":
         return ONLINE, ""
     if verdict == "saved":
-        _, found, why = reason.partition(WHY)
-        return (RESTART, why.partition("; step")[0]) if found else (FAILED, reason)
+        _, separator, why = reason.partition(WHY)
+        return (RESTART, why.partition("; step")[0]) if separator else (FAILED, reason)
     deaths = len({fault.rank for fault in struck}) + sum(fault.also is not None for fault in struck)
     survives = deaths < 2 if drawn.cut in UNKNOWN else ALL[drawn.cut].survives(struck)
     return (FAILED if survives else EXPLAINED), reason
 
 
-def differences(reference: Job, job: Job, left: Collection[int]) -> list[str]:
-    """Return what a job has recorded that is not, bit for bit, what the undisturbed run has, a line each.
+def differences(reference: Job, job: Job, interrupted: Collection[int]) -> list[str]:
+    """Return the differences, bit for bit, of a job's records from the undisturbed run, a line each.
 
     Args:
-        left: steps that an incident has left: the ranks that a fault struck in them have recorded nothing.
+        reference: the undisturbed run.
+        job: the job.
+        interrupted: steps that an incident interrupted: struck ranks have no record of them.
     """
-    known = {
+    expected = {
         (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
-        for rank, found in reference.records().items()
-        for line in found
+        for rank, records in reference.records().items()
+        for line in records
     }
-    seen, wrong = set(), []
-    for rank, found in job.records().items():
-        for line in found:
+    seen, problems = set(), []
+    for rank, records in job.records().items():
+        for line in records:
             key = (rank, line["iteration"])
             seen.add(key)
-            if known.get(key) != (line["losses"], line["grad_norm"], line["skipped"]):
-                wrong.append(f"rank {rank}, step {key[1]}: not as in the undisturbed run")
+            if expected.get(key) != (line["losses"], line["grad_norm"], line["skipped"]):
+                problems.append(f"rank {rank}, step {key[1]}: not as in the undisturbed run")
     missing = [
         f"rank {rank} has not recorded step {step}"
-        for rank, step in sorted(known.keys() - seen)
-        if step not in left
+        for rank, step in sorted(expected.keys() - seen)
+        if step not in interrupted
     ]
-    return wrong + missing
+    return problems + missing

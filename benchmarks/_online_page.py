@@ -46,88 +46,90 @@ def section(where: str, command: str, tables: Sequence[str], summary: Sequence[s
     return text_of(what, where, command, tables, summary)
 
 
-def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the tables, and the lines that sum them up."""
+def tables_of(
+    incidents: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """Return the tables of a campaign, and the lines of its summary."""
     records: Counter[str] = Counter()
-    for one in jobs:
-        records[one["cut"]] += one["records"]
-    saved = sum(one["cut"] not in LIBRARY for one in jobs)  # a loop of one's own here saves nothing itself
-    count = Counter(one.outcome for one in found)
+    for job in jobs:
+        records[job["cut"]] += job["records"]
+    saved = sum(job["cut"] not in LIBRARY for job in jobs)  # the loops on Megatron-core save nothing
+    count = Counter(incident.outcome for incident in incidents)
     summary = [
-        f"{len(found)} incidents in {len(jobs)} jobs: "
+        f"{len(incidents)} incidents in {len(jobs)} jobs: "
         + ", ".join(f"{count[name]} {name}" for name in OUTCOMES)
-        + f"; a second fault struck in {sum(len(one.struck) > 1 for one in found)} of them.",
+        + f"; a second fault struck in {sum(len(incident.struck) > 1 for incident in incidents)} of them.",
         f"{sum(records.values())} records (loss, grad norm) and {saved} last checkpoints were compared.",
-        f"Jobs that failed: {sum(bool(one['problems']) for one in jobs)}.",
+        f"Jobs that failed: {sum(bool(job['problems']) for job in jobs)}.",
     ]
-    if times := sorted(one.seconds for one in found if one.seconds):
+    if times := sorted(incident.seconds for incident in incidents if incident.seconds):
         middle = statistics.median(times)
         summary.append(
             f"From the fault until all go on: {middle:.2f} s (median; {times[0]:.2f} to {times[-1]:.2f})."
         )
-    together = [one for one in found if any(Fault.parse(text).also is not None for text in one.struck)]
+    together = [one for one in incidents if any(Fault.parse(text).also is not None for text in one.struck)]
     if together:
-        alone = [one for one in found if one not in together]
+        alone = [incident for incident in incidents if incident not in together]
         summary.append(
             f"In {len(together)} of them another rank was killed in the same moment: {_cell(together)}"
             f" ({ONLINE} / {RESTART} / {EXPLAINED}); in the others {_cell(alone)}."
         )
-    summary += [f"PROBLEM: {problem}" for one in jobs for problem in one["problems"]]
-    whys = Counter(one.why for one in found if one.outcome == RESTART)
-    tables = [_phase_table(found), _layout_table(found, records)]
-    if any(one.struck[1:] for one in found):
-        tables.insert(1, _second_table(found))
+    summary += [f"PROBLEM: {problem}" for job in jobs for problem in job["problems"]]
+    whys = Counter(incident.why for incident in incidents if incident.outcome == RESTART)
+    tables = [_phase_table(incidents), _layout_table(incidents, records)]
+    if any(incident.struck[1:] for incident in incidents):
+        tables.insert(1, _second_table(incidents))
     if whys:
         rows = [[why, n] for why, n in whys.most_common()]
         tables.append(table(["why all were started again", "incidents"], rows))
     return tables, summary
 
 
-def _cell(found: Sequence[Incident]) -> str:
-    if not found:
+def _cell(incidents: Sequence[Incident]) -> str:
+    if not incidents:
         return "–"
-    count = Counter(one.outcome for one in found)
+    count = Counter(incident.outcome for incident in incidents)
     failed = f", {count[FAILED]} {FAILED}" if count[FAILED] else ""
     return f"{count[ONLINE]} / {count[RESTART]} / {count[EXPLAINED]}{failed}"
 
 
-def _phase_table(found: Sequence[Incident]) -> str:
-    kinds = [kind for kind in KINDS if any(one.kind == kind for one in found)]
+def _phase_table(incidents: Sequence[Incident]) -> str:
+    kinds = [kind for kind in KINDS if any(incident.kind == kind for incident in incidents)]
     rows = []
-    struck = {one.phase for one in found}
+    struck = {incident.phase for incident in incidents}
     elsewhere = [phase for phase in struck - {"", *CHOICE} if phase in PHASES]
     usual = [phase for phase in CHOICE if phase in struck or not elsewhere]
     for phase in [*usual, *sorted(elsewhere), ""]:
-        here = [one for one in found if phase in ("", one.phase)]
-        times = [one.seconds for one in here if one.seconds]
+        of_phase = [incident for incident in incidents if phase in ("", incident.phase)]
+        times = [incident.seconds for incident in of_phase if incident.seconds]
         rows.append(
             [
                 PHASES[phase] if phase else "all",
-                *(_cell([one for one in here if one.kind == kind]) for kind in kinds),
-                _cell(here),
+                *(_cell([one for one in of_phase if one.kind == kind]) for kind in kinds),
+                _cell(of_phase),
                 f"{statistics.median(times):.2f}" if times else "–",
             ]
         )
     return table(["the fault strikes", *kinds, "all", "fault to all going on, s (median)"], rows)
 
 
-def _second_table(found: Sequence[Incident]) -> str:
+def _second_table(incidents: Sequence[Incident]) -> str:
     seconds: dict[str, list[Incident]] = {}
-    for one in found:
-        for text in one.struck[1:]:
+    for incident in incidents:
+        for text in incident.struck[1:]:
             fault = Fault.parse(text)
-            who = "the new process" if fault.restart == NEWCOMERS else "a survivor"
-            seconds.setdefault(f"{who}: {PHASES[fault.phase]}", []).append(one)
+            process = "the new process" if fault.restart == NEWCOMERS else "a survivor"
+            seconds.setdefault(f"{process}: {PHASES[fault.phase]}", []).append(incident)
     return table(
         ["the second fault strikes", "incidents"],
         [[words, _cell(seconds[words])] for words in sorted(seconds)],
     )
 
 
-def _layout_table(found: Sequence[Incident], records: Counter[str]) -> str:
+def _layout_table(incidents: Sequence[Incident], records: Counter[str]) -> str:
     rows = [
-        [name, cut.words, _cell([one for one in found if one.cut == name]), records[name]]
+        [name, cut.words, _cell([one for one in incidents if one.cut == name]), records[name]]
         for name, cut in ALL.items()
-        if any(one.cut == name for one in found)
+        if any(incident.cut == name for incident in incidents)
     ]
     return table(["layout", "", "incidents", "records as in the undisturbed run"], rows)

@@ -41,13 +41,13 @@ def heading(kinds: Sequence[str], more: str = "") -> str:
 
 
 def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
-    """`tables` and `summary` as they were printed; `command` makes all of it again, or goes on with it."""
+    """Return the section of a campaign; `command` makes all of it again, or continues it."""
     what = WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT)
     return text_of(what, where, command, tables, summary)
 
 
 def text_of(what: str, where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
-    """The section of a campaign; `what` says what its tables count."""
+    """Return the section of a campaign; `what` describes its tables."""
     parts = [
         what,
         f"    {command}",

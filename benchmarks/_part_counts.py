@@ -1,7 +1,7 @@
-"""What `step_counts.py` counts in a worker, for `_parts.py`: what a busy machine does not change.
+"""The counts of `step_counts.py` in a worker, for `_parts.py`: figures that do not depend on the load.
 
-A profile of torch has the collectives and the allocations of tensors of the main thread; parts are marked in
-it. It is on in both arms.
+A profile of torch, which marks the parts, counts collectives and allocations of tensors of the main thread.
+It runs in both arms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from _parts import PARTS
 
 _MARK = "part: "
 _ALLOCATION = "[memory]"
-# Operations of torch.distributed as they stand in a profile.
+# The names of torch.distributed's operations in a profile.
 _OPERATION = "c10d::"
 _MESSAGES = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
@@ -53,7 +53,7 @@ class Counts:
 
         self._sent.find()
         self._peaks = Peaks()
-        # Never stopped: threads of gloo that allocate meanwhile would end the process (CPython gh-128679).
+        # Never stopped: gloo's threads that allocate meanwhile would end the process (CPython gh-128679).
         tracemalloc.start()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
@@ -62,23 +62,23 @@ class Counts:
         profile, self._profile = self._profile, None
         profile.stop()
         events = profile.profiler.kineto_results.events()
-        found = by_part(Event(e.name(), e.start_ns(), e.duration_ns(), e.nbytes()) for e in events)
+        counts = by_part(Event(e.name(), e.start_ns(), e.duration_ns(), e.nbytes()) for e in events)
         means = {
             name: {part: amount / steps for part, amount in amounts.items()}
-            for name, amounts in found.items()
+            for name, amounts in counts.items()
         }
         return {**means, "python": {**dict.fromkeys(PARTS, 0.0), **self._peaks.of_a_step()}}
 
 
 class Peaks:
-    """The memory that Python has at most while a part runs, more than where it began, in bytes.
+    """The largest Python memory while a part runs, above the memory at its start, in bytes.
 
     Unlike a counter it includes the parts that are called in it.
     """
 
     def __init__(self) -> None:
-        self._inside: list[int] = []  # of each part that runs: the most that there has been
-        self._most: dict[str, list[int]] = {}
+        self._inside: list[int] = []  # the peak of each running part
+        self._peaks: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
@@ -89,26 +89,26 @@ class Peaks:
             yield
         finally:
             self._turn()
-            most = self._inside.pop()
+            peak = self._inside.pop()
             if self._inside:
-                self._inside[-1] = max(self._inside[-1], most)
-            self._most.setdefault(part, []).append(most - began)
+                self._inside[-1] = max(self._inside[-1], peak)
+            self._peaks.setdefault(part, []).append(peak - began)
 
     def _turn(self) -> int:
-        """Let the parts that run have seen what there was at most; return what there is now."""
-        now, most = tracemalloc.get_traced_memory()
+        """Update the peak of the innermost running part; return the current memory."""
+        size, peak = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         if self._inside:
-            self._inside[-1] = max(self._inside[-1], most)
-        return now
+            self._inside[-1] = max(self._inside[-1], peak)
+        return size
 
     def of_a_step(self) -> dict[str, float]:
-        """Return the most of each part: the median over its calls."""
-        return {part: statistics.median(values) for part, values in self._most.items()}
+        """Return the peak of each part: the median over its calls."""
+        return {part: statistics.median(values) for part, values in self._peaks.items()}
 
 
 class Event(NamedTuple):
-    """An event of a profile, in nanoseconds; `nbytes`: that were allocated, negative: given back."""
+    """An event of a profile, in nanoseconds; `nbytes`: allocated bytes, negative if freed."""
 
     name: str
     start: int
@@ -117,17 +117,17 @@ class Event(NamedTuple):
 
 
 def by_part(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Count the events of one thread: by what is counted, by the innermost part that they are in, and "all".
+    """Count the events of one thread by kind, then by their innermost part and for "all".
 
     Returns:
-        "collectives"; "messages" that are sent; "allocations", and their bytes, "allocated".
+        The counts of "collectives", "messages" sent, "allocations", and their bytes, "allocated".
     """
-    found = {
+    counts = {
         name: dict.fromkeys((*PARTS, "all"), 0.0)
         for name in ("collectives", "messages", "allocations", "allocated")
     }
     inside: list[Event] = []  # the marks that have not ended
-    for event in sorted(events, key=lambda one: (one.start, -one.duration)):
+    for event in sorted(events, key=lambda event: (event.start, -event.duration)):
         while inside and inside[-1].start + inside[-1].duration <= event.start:
             inside.pop()
         if event.name.startswith(_MARK):
@@ -141,7 +141,7 @@ def by_part(events: Iterable[Event]) -> dict[str, dict[str, float]]:
         elif event.name.startswith(_OPERATION) and event.name not in _MESSAGES:
             amounts = {"collectives": 1}
         for name, amount in amounts.items():
-            found[name]["all"] += amount
+            counts[name]["all"] += amount
             if inside:
-                found[name][inside[-1].name.removeprefix(_MARK)] += amount
-    return found
+                counts[name][inside[-1].name.removeprefix(_MARK)] += amount
+    return counts

@@ -1,8 +1,8 @@
 """Turns the adaptor's work in a step off and on in one job, and measures each part of it: for `_worker.py`.
 
-Off, the session does nothing: no record, door, barrier, board, replica. What stays is a look at each patch
-(microseconds), so `off` is the framework with the same groups. The copy of a mirror falls behind meanwhile;
-training never reads it.
+Off, the session does nothing: no record, door, barrier, board, replica. Only the call of each patch stays
+(microseconds), so `off` is the framework with the same groups. Meanwhile the copy of a mirror becomes
+outdated; training never reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from _blocks import Blocks
 
-# What the session does in a step: (part, module, function); a part has what those in it take taken out.
+# The session's work in a step: (part, module, function); the time of a part excludes the parts called in it.
 TIMED = (
     ("begin and end of a step", "adaptor.worker.session", "Session.begin_step"),
     ("begin and end of a step", "adaptor.worker.session", "Session.end_step"),
@@ -37,7 +37,7 @@ TIMED = (
     ("board", "adaptor.protocol.board", "Board.write"),
 )
 PARTS = tuple(dict.fromkeys(part for part, _, _ in TIMED))
-# Nothing of a step is done where these return at once.
+# The work of a step is switched off if these functions return at once.
 SWITCHED = tuple((module, name) for _, module, name in TIMED if name.startswith(("Session.", "Pace.")))
 COLLECTIVES = (
     "all_reduce",
@@ -51,11 +51,11 @@ COLLECTIVES = (
 
 
 class Meters(Protocol):
-    """What is read of a rank: `Times` here, counts in `_part_counts.py`.
+    """The meters of a rank: `Times` here, counts in `_part_counts.py`.
 
     Attributes:
-        parts: by name, of the main thread: read where each part begins and ends.
-        steps: by name, of the whole process: read where a block begins and ends.
+        parts: meters of the main thread by name, read where each part begins and ends.
+        steps: meters of the whole process by name, read where a block begins and ends.
     """
 
     parts: Mapping[str, Callable[[], float]]
@@ -68,11 +68,11 @@ class Meters(Protocol):
         """Begin a block."""
 
     def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
-        """End a block of so many steps; return what is known only now, of a step: by name, then as above."""
+        """End a block of `steps` steps; return further results of a step, by name and then as above."""
 
 
 class Times:
-    """Milliseconds of wall and CPU time, and what the kernel counts beside them at no cost.
+    """Milliseconds of wall and CPU time, and counts that the kernel keeps anyway.
 
     Args:
         hook: wraps a function once its module is imported.
@@ -102,7 +102,7 @@ class Times:
         return _NOTHING
 
     def begin(self) -> None:
-        """Nothing has to begin."""
+        """Do nothing."""
 
     def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
         return {}
@@ -117,14 +117,14 @@ def _switches() -> int:
 
 
 class Shares:
-    """What each part has taken of each meter, without the parts that are called in it."""
+    """The amounts of each part by meter, without the parts that are called in it."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self._reads = list(meters.parts.values())
         self.taken = {part: [0.0] * len(self._reads) for part in PARTS}
         self.calls = dict.fromkeys(PARTS, 0)
-        self._inside: list[list[float]] = []  # of each call that has not returned: what others took in it
+        self._inside: list[list[float]] = []  # for each running call: the amounts of parts called in it
 
     def measured(self, part: str, act: Callable[[], Any]) -> Any:
         with self._meters.within(part):
@@ -137,32 +137,32 @@ class Shares:
                 inner = self._inside.pop()
                 if self._inside:
                     _add(self._inside[-1], took)
-                _add(self.taken[part], [all_ - less for all_, less in zip(took, inner, strict=True)])
+                _add(self.taken[part], [total - nested for total, nested in zip(took, inner, strict=True)])
                 self.calls[part] += 1
 
 
-def _add(to: list[float], more: list[float]) -> None:
-    to[:] = [value + further for value, further in zip(to, more, strict=True)]
+def _add(totals: list[float], amounts: list[float]) -> None:
+    totals[:] = [total + amount for total, amount in zip(totals, amounts, strict=True)]
 
 
 class Parts:
     """The measurement of one rank.
 
     Args:
-        add: writes a line down.
+        add: writes a line of results.
         hook: wraps a function once its module is imported.
-        given: steps in a block, pairs of blocks, and the seed of their order.
-        meters: what is read.
+        settings: steps in a block, pairs of blocks, and the seed of their order.
+        meters: the meters to read.
     """
 
     def __init__(
         self,
         add: Callable[..., None],
         hook: Callable[[str, str, Any], None],
-        given: Sequence[str],
+        settings: Sequence[str],
         meters: Meters,
     ) -> None:
-        block, pairs, seed = map(int, given)
+        block, pairs, seed = map(int, settings)
         self._on = True
         self._meters = meters
         self._shares = Shares(meters)
@@ -170,7 +170,7 @@ class Parts:
         self._thread = threading.get_ident()
         for part, module, name in TIMED:
             hook(module, name, self._measured(part))
-        for module, name in SWITCHED:  # outside of the meters
+        for module, name in SWITCHED:  # after the meters, so outside of them
             hook(module, name, self._switched)
         blocks = Blocks(add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end)
         hook("megatron.training.training", "train_step", blocks.step)
@@ -194,17 +194,17 @@ class Parts:
         self._began = self._now()
 
     def _now(self) -> dict[str, dict[str, float]]:
-        taken, all_ = self._shares.taken, self._meters.steps
-        found = {
-            name: {part: values[place] for part, values in taken.items()}
-            for place, name in enumerate(self._meters.parts)
+        taken, step_meters = self._shares.taken, self._meters.steps
+        amounts = {
+            name: {part: values[index] for part, values in taken.items()}
+            for index, name in enumerate(self._meters.parts)
         }
-        for name, read in all_.items():
-            found.setdefault(name, {})["all"] = read()
-        return {**found, "calls": dict(self._shares.calls)}
+        for name, read in step_meters.items():
+            amounts.setdefault(name, {})["all"] = read()
+        return {**amounts, "calls": dict(self._shares.calls)}
 
     def _end(self, steps: int) -> dict[str, dict[str, float]]:
-        """Return what each of `steps` took, in the mean: by meter, by part and for "all"."""
+        """Return the mean of a step: by meter, then by part and for "all"."""
         now, began = self._now(), self._began
         took = {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}
         return {**took, **self._meters.end(steps)}

@@ -1,4 +1,4 @@
-"""The largest memory that this process has had, in a step and in a dump."""
+"""The peak memory of this process, in a step and in a dump."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def new_peak() -> int:
-    """Begin a new peak of this process' memory; return what it has now, in bytes."""
+    """Begin a new peak of this process's memory; return the current memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
@@ -20,9 +20,9 @@ def peak() -> int:
 
 
 class Peaks:
-    """Compares the peak of a dump with that of the last step before it, which the job takes anyway.
+    """Compares the peak of a dump with the peak of the last step before it.
 
-    A fault lets the main threads of other ranks go on: what they take meanwhile is that of a step.
+    After a fault the main threads of other ranks go on: their memory during a dump includes that of a step.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,6 @@ class Peaks:
         self._before = new_peak()
 
     def end(self) -> dict[str, int]:
-        """Return what the dump took more, in bytes: than there was at its begin, than a step takes."""
+        """Return the bytes that the dump took above the memory at its start, and above the peak of a step."""
         highest = peak()
         return {"extra": highest - self._before, "above_step": highest - self._of_step}

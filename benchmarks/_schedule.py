@@ -1,4 +1,4 @@
-"""What happens in a campaign: drawn from a seed, before anything runs."""
+"""The faults of a campaign, drawn from a seed before any job runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tests.faults.fault import ONLINE, PHASES, Fault
 
 SAVE_INTERVAL = 7
 IN_AN_INCIDENT = ("freeze", "dump", "let-through", "dump-gather", "dump-write", "dump-written")
-# Those of a step and of a regular save; the rest are of other tests: before there is anything to save, in a
-# data set, in the middle of a local copy, and in an online recovery (`_online.py`).
-# No job of a campaign evaluates, saves asynchronously or has nodes with disks of their own, and what it draws
-# for a seed must stay the same.
+# CHOICE has the phases of a step and of a regular save. The phases of _ELSEWHERE belong to other tests:
+# before there is anything to save, in a data set, in the middle of a local copy, and in an online recovery
+# (`_online.py`).
+# No job of a campaign evaluates, saves asynchronously or has nodes with their own disks. The faults of a seed
+# must stay the same.
 _APART = ("save-apart", "save-apart-named")
 _EVALUATION = ("evaluation", "evaluation-forward")
 _ELSEWHERE = (
@@ -24,10 +25,10 @@ _ELSEWHERE = (
     *("save-background", *_APART, *ONLINE),
 )
 CHOICE = tuple(phase for phase in PHASES if phase not in (*_ELSEWHERE, *IN_AN_INCIDENT))
-# Only there does the framework reach them.
+# Phases that only rank 0 reaches.
 ON_RANK_0 = ("save-write", "save-tracker", "save-named")
 HANGS = ("deadlock", "sigstop", "holds-the-gil")
-# Of the kinds that a campaign has by itself, and how often each of them.
+# The kinds of faults, with their weights.
 KINDS: Mapping[str, int] = {
     "sigkill": 5,
     "sigsegv": 1,
@@ -47,24 +48,29 @@ KINDS: Mapping[str, int] = {
     "controller-sigkill": 6,
     "cut": 6,
 }
-# The same fault on the node that has the controller; the next one takes its place.
+# The same fault on the node of the controller; the next node takes over.
 ON_THE_CONTROLLER = {"controller-sigkill": "agent-sigkill"}
-# They take a node from the others, and the job ends.
+# Kinds that separate a node from the others, after which the job ends.
 OF_NODES = ("agent-sigkill", "cut")
-# Milliseconds after which a cut is mended: both sides have missed the other by then, and save, or have saved.
+# Milliseconds after which a cut is mended: by then both sides have noticed the cut, and save or have saved.
 HEALS = (2000, 6000)
 SECOND = ("sigkill", "sigkill", "os._exit", "exception", "sigstop")
-# An exception elsewhere in an incident would be one of the adaptor's own code.
+# Phases for an exception; elsewhere in an incident it would be one of the adaptor's own code.
 RAISES_IN = ("dump", "dump-gather", "dump-write")
-# Before that many steps nothing is known of how long they take: no hang is noticed.
+# Steps before the pace is known; a hang is not noticed earlier.
 LEARNT = 3
 TWO_AT_ONCE = 0.1
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An incident: `fault` strikes `after` so many steps, and `second`, if its phase is come to, in the
-    incident that it opens."""
+    """An incident to come.
+
+    Attributes:
+        fault: the fault that opens the incident.
+        after: steps from the previous fault to this one.
+        second: a second fault, which strikes if the incident reaches its phase.
+    """
 
     number: int
     cut: str
@@ -74,13 +80,13 @@ class Planned:
 
     @property
     def kind(self) -> str:
-        """That of the schedule."""
-        there = CUTS[self.cut].node(self.fault.rank) == 0
-        names = [name for name, kind in ON_THE_CONTROLLER.items() if there and kind == self.fault.kind]
+        """The kind in the schedule's terms."""
+        is_node_0 = CUTS[self.cut].node(self.fault.rank) == 0
+        names = [name for name, kind in ON_THE_CONTROLLER.items() if is_node_0 and kind == self.fault.kind]
         return names[0] if names else self.fault.kind
 
     def at(self, base: int, restart: int) -> Planned:
-        """With the step at which it strikes, where the one before struck at `base`, and its generation."""
+        """Return the incident with its generation and step, given the step `base` of the previous fault."""
         step = base + self.after
         if self.fault.phase.startswith("save"):
             step += -step % SAVE_INTERVAL
@@ -103,11 +109,13 @@ class Planned:
 def schedule(
     seed: int, count: int, kinds: Sequence[str], cuts: Sequence[str], share: float
 ) -> Iterator[Planned]:
-    """`count` incidents; a `share` of them has a second fault. A kind that is named twice comes twice as
-    often."""
-    source, more = random.Random(seed), random.Random(f"{seed} more")
+    """Yield `count` incidents; a `share` of them has a second fault.
+
+    A kind that is named twice is drawn twice as often.
+    """
+    source, other_source = random.Random(seed), random.Random(f"{seed} more")
     for number in range(count):
-        name = more.choice(cuts)
+        name = other_source.choice(cuts)
         cut = CUTS[name]
         phase = source.choice(CHOICE)
         if phase == "gather" and not cut.layout.distributed_optimizer:
@@ -118,33 +126,33 @@ def schedule(
         after += LEARNT if kind in HANGS else 0
         fault = Fault(rank, phase, ON_THE_CONTROLLER.get(kind, kind))
         if "exit" in kind:
-            fault = replace(fault, code=more.choice((0, 7)))
+            fault = replace(fault, code=other_source.choice((0, 7)))
         elif kind == "cut":
-            fault = replace(fault, heals=more.randrange(*HEALS))
+            fault = replace(fault, heals=other_source.randrange(*HEALS))
         second = None
-        draw = more.random()
+        draw = other_source.random()
         if kind != "nan" and draw < share:
-            second = _second(more, cut, fault)
+            second = _second(other_source, cut, fault)
         elif share and kind == "sigkill" and draw > 1 - TWO_AT_ONCE and cut.nodes == 1:
-            fault = replace(fault, also=more.choice([r for r in range(cut.ranks) if r != rank]))
+            fault = replace(fault, also=other_source.choice([r for r in range(cut.ranks) if r != rank]))
         yield Planned(number, name, fault, after, second)
 
 
-def _second(more: random.Random, cut: Cut, first: Fault) -> Fault:
-    kind = more.choice(SECOND)
-    phase = more.choice(RAISES_IN if kind == "exception" else IN_AN_INCIDENT)
+def _second(source: random.Random, cut: Cut, first: Fault) -> Fault:
+    kind = source.choice(SECOND)
+    phase = source.choice(RAISES_IN if kind == "exception" else IN_AN_INCIDENT)
     others = [r for r in range(cut.ranks) if r != first.rank]
     if first.kind == "agent-sigkill":
         others = [r for r in others if cut.node(r) != cut.node(first.rank)]
-    # The first of them is mostly chosen to write.
-    other = others[0] if more.random() < 0.5 else more.choice(others)
-    return Fault(rank=other, phase=phase, kind=kind, code=7)
+    # The first of the others is usually the writer.
+    rank = others[0] if source.random() < 0.5 else source.choice(others)
+    return Fault(rank=rank, phase=phase, kind=kind, code=7)
 
 
 def _fits(kind: str, phase: str, rank: int, cut: Cut) -> bool:
-    if kind in HANGS:  # between two steps only the framework's own time-outs tell
+    if kind in HANGS:  # between two steps only the framework's own timeouts detect a hang
         return phase != "between" and not phase.startswith("save")
-    if kind == "nan":  # afterwards the framework itself would save it, as it is
+    if kind == "nan":  # later in the step, the framework itself would save it
         return phase in ("data", "forward", "backward")
     if kind in ("agent-sigkill", "controller-sigkill"):
         return cut.nodes > 1 and (cut.node(rank) == 0) == (kind in ON_THE_CONTROLLER)

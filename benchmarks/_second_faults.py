@@ -62,7 +62,7 @@ have a spare process."""
 
 
 def draw(seed: int, cuts: Sequence[str], struck: Sequence[str] = WHO) -> Iterator[Drawn]:
-    """Jobs without end; each first fault is followed by a second one, in one of the parts `struck`."""
+    """Yield jobs without end; a second fault in one of the parts `struck` follows each first fault."""
     source, number = random.Random(seed), 0
     while True:
         name = cuts[number % len(cuts)]
@@ -89,29 +89,29 @@ def _planned(source: random.Random, cut: Cut, spares: int, struck: Sequence[str]
 def _second(source: random.Random, cut: Cut, first: Fault, spares: int, struck: Sequence[str]) -> Fault:
     """Return a second fault after which each shard still has a holder."""
     while True:
-        who, phase, kinds = source.choice([line for line in SECONDS if line[0] in struck])
+        part, phase, kinds = source.choice([line for line in SECONDS if line[0] in struck])
         kind = source.choice(kinds)
         # A fault that does not strike in this recovery strikes in no other one.
-        where = {"since": first.step, "until": first.step + 1, "code": 7}
-        if who == NEWCOMER and first.kind != "exception":
-            return Fault(first.rank, phase, kind, restart=NEWCOMERS, **where)
+        conditions = {"since": first.step, "until": first.step + 1, "code": 7}
+        if part == NEWCOMER and first.kind != "exception":
+            return Fault(first.rank, phase, kind, restart=NEWCOMERS, **conditions)
         others = [rank for rank in range(cut.ranks) if rank != first.rank]
-        if who in (AGENT, SPARE) and (who == AGENT or (spares and first.kind != "exception")):
-            return Fault(source.choice(others), phase, kind, restart=ONCE, **where)
-        if who not in (TWIN, SURVIVOR) or (who == TWIN and first.kind == "exception"):
+        if part in (AGENT, SPARE) and (part == AGENT or (spares and first.kind != "exception")):
+            return Fault(source.choice(others), phase, kind, restart=ONCE, **conditions)
+        if part not in (TWIN, SURVIVOR) or (part == TWIN and first.kind == "exception"):
             continue
         # An exception or a deadlock in the thread that sends leaves the process of the twin as it is.
         is_kept = phase == "give" and kind in _RAISES
         # After the barrier others may make the update, which a rank that raises there never makes.
         is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
         lost = set() if is_intact else {first.rank}
-        if who == TWIN:  # the first of the others with the same shard sends
+        if part == TWIN:  # the first other rank with the same shard sends
             others = [min(next(each for each in cut.holders() if first.rank in each) - {first.rank})]
-        fit = [
+        candidates = [
             rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
         ]
-        if fit:
-            return Fault(source.choice(fit), phase, kind, restart=ONCE, **where)
+        if candidates:
+            return Fault(source.choice(candidates), phase, kind, restart=ONCE, **conditions)
 
 
 def who_is_struck(fault: Fault) -> str:
@@ -125,24 +125,24 @@ def who_is_struck(fault: Fault) -> str:
     return TWIN if fault.phase == "give" else SURVIVOR
 
 
-def outcome_table(found: Sequence[Incident]) -> str:
-    """Return the outcome of the recoveries by the phase that a second fault has struck."""
+def outcome_table(incidents: Sequence[Incident]) -> str:
+    """Return the outcomes of the recoveries by the phase that a second fault has struck."""
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for one in found:
-        for fault in map(Fault.parse, one.struck):
+    for incident in incidents:
+        for fault in map(Fault.parse, incident.struck):
             if fault.since is None:
                 continue
             row = rows.setdefault((who_is_struck(fault), PHASES[fault.phase]), {})
-            outcome = EXPLAINED if "nobody else holds" in one.why else one.outcome
+            outcome = EXPLAINED if "nobody else holds" in incident.why else incident.outcome
             row[outcome] = row.get(outcome, 0) + 1
     outcomes = (ONLINE, RESTART, EXPLAINED, FAILED)
     head = ["struck", "phase", "draws", "online", "restart from the published step"]
     head += ["the same, no holder was left", "lost"]
-    order = {(who, PHASES[phase]): place for place, (who, phase, _) in enumerate(SECONDS)}
-    lines = [_row(*place, rows[place], outcomes) for place in sorted(rows, key=lambda key: order[key])]
+    order = {(part, PHASES[phase]): index for index, (part, phase, _) in enumerate(SECONDS)}
+    lines = [_row(*key, rows[key], outcomes) for key in sorted(rows, key=lambda key: order[key])]
     total = {name: sum(row.get(name, 0) for row in rows.values()) for name in outcomes}
     return table(head, [*lines, _row("all", "", total, outcomes)])
 
 
-def _row(who: str, phase: str, counts: Mapping[str, int], outcomes: Sequence[str]) -> list[object]:
-    return [who, phase, sum(counts.values()), *(counts.get(name, 0) for name in outcomes)]
+def _row(part: str, phase: str, counts: Mapping[str, int], outcomes: Sequence[str]) -> list[object]:
+    return [part, phase, sum(counts.values()), *(counts.get(name, 0) for name in outcomes)]

@@ -1,8 +1,7 @@
-"""A store with the interface of S3 that keeps the sizes of large objects and not their content: `python
-benchmarks/_sink.py`.
+"""A store with the interface of S3 that keeps only the sizes of large objects: `python benchmarks/_sink.py`.
 
-It stands for a store on other machines: what it does is not what a measurement is about, so it does little.
-It prints its port, and at the end of its stdin the bytes that have come, with its own CPU seconds.
+It stands in for a store on other machines, so it does as little work as possible. It prints its port, and at
+the end of its stdin the received bytes and its own CPU seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-# Objects that are not larger are kept: manifests and lists.
+# Objects up to this size are kept: manifests and lists.
 _KEPT = 1 << 20
 _TIME = "2026-01-01T00:00:00.000Z"
 
@@ -30,7 +29,7 @@ class Sink:
         self.contents: dict[str, bytes] = {}
         self.uploads: dict[str, int] = {}
         self.numbers = itertools.count(1)
-        self.come = 0
+        self.received = 0
 
     def put(self, name: str, size: int, content: bytes = b"") -> None:
         """Keep an object."""
@@ -40,7 +39,7 @@ class Sink:
 
     def listing(self, prefix: str, delimiter: str) -> str:
         """Return the answer to a request for names."""
-        found, folders = [], set()
+        objects, folders = [], set()
         with self.lock:
             for name, size in sorted(self.sizes.items()):
                 rest = name[len(prefix) :]
@@ -49,13 +48,13 @@ class Sink:
                 if delimiter and delimiter in rest:
                     folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
                 else:
-                    found.append(
+                    objects.append(
                         f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><ETag>&quot;e&quot;</ETag>"
                         f"<LastModified>{_TIME}</LastModified></Contents>"
                     )
-        made = [f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folders)]
+        prefixes = [f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in sorted(folders)]
         return "".join(
-            ["<ListBucketResult><IsTruncated>false</IsTruncated>", *found, *made, "</ListBucketResult>"]
+            ["<ListBucketResult><IsTruncated>false</IsTruncated>", *objects, *prefixes, "</ListBucketResult>"]
         )
 
 
@@ -72,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         body, size = self._body()
         sink = self.sink
         if self.command == "PUT":
-            sink.come += size
+            sink.received += size
             if "uploadId" in query:
                 with sink.lock:
                     sink.uploads[query["uploadId"]] += size
@@ -137,7 +136,7 @@ def main() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_port, flush=True)
         sys.stdin.read()
-        print(json.dumps({"bytes": Handler.sink.come, "cpu": time.process_time()}), flush=True)
+        print(json.dumps({"bytes": Handler.sink.received, "cpu": time.process_time()}), flush=True)
         server.shutdown()
 
 

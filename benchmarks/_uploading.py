@@ -18,14 +18,16 @@ class Uploading:
     """The measurement of one rank.
 
     Args:
-        add: writes a line down.
+        add: writes a line of results.
         hook: wraps a function once its module is imported.
-        given: steps in a block, pairs of blocks, the seed of their order, steps before them, and the process
-            of the uploader.
+        settings: steps in a block, pairs of blocks, the seed of their order, steps before them, and the
+            process of the uploader.
     """
 
-    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
-        block, pairs, seed, warm_up, self._process = map(int, given.split(","))
+    def __init__(
+        self, add: Callable[..., None], hook: Callable[[str, str, Any], None], settings: str
+    ) -> None:
+        block, pairs, seed, warm_up, self._process = map(int, settings.split(","))
         self._began: Measured = {}
         blocks = Blocks(
             add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end, warm_up=warm_up
@@ -33,8 +35,8 @@ class Uploading:
         hook("megatron.training.training", "train_step", blocks.step)
 
     def _turn(self, on: bool) -> None:
-        # Each rank does it: the other one may be the first to go on.
-        with contextlib.suppress(ProcessLookupError):  # the benchmark says so
+        # Every rank does this: another rank may be the first to continue.
+        with contextlib.suppress(ProcessLookupError):  # the uploader has ended; the benchmark reports that
             os.kill(self._process, signal.SIGCONT if on else signal.SIGSTOP)
 
     def _begin(self) -> None:
@@ -44,8 +46,8 @@ class Uploading:
         return {name: (value - self._began[name]) / steps for name, value in self._now().items()}
 
     def _now(self) -> Measured:
-        """Return milliseconds of wall time and of CPU time of this process, and the MB that were sent."""
-        # What the uploader reads are the files, and answers of some bytes.
+        """Return milliseconds of wall time and of this process's CPU time, and the MB that were sent."""
+        # The uploader reads only files, and answers of some bytes.
         (read,) = re.findall(r"^rchar: (\d+)$", Path(f"/proc/{self._process}/io").read_text(), re.MULTILINE)
         return {
             "wall": time.perf_counter_ns() / 1e6,

@@ -1,4 +1,4 @@
-"""What became of the faults of a campaign: an incident judged, records compared, the tables, the page."""
+"""The outcomes of a campaign's faults: judges incidents, compares records, and makes the tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.records import unix
 from tests.faults.fault import PHASES, Fault
 
-# An agent tidies up when every worker is gone.
+# Seconds until an agent has tidied up, after its workers have ended.
 TIDY_S = EXIT_GRACE_S + SHUTDOWN_GRACE_S + 2.0
 UNHELD = ("has no live holder", "nobody is left who can write")
 BEHIND = "was not finished on every rank"
@@ -32,13 +32,14 @@ LEFT = "not run"
 
 @dataclass(frozen=True)
 class Incident:
-    """One incident and what became of it.
+    """An incident and its outcome.
 
-    kind      as the schedule names it
-    second    kind and phase of the second fault, if it struck
-    saved     the newest step of the last words; -1: there are none
-    outcome   survived: the newest finished step is saved; explained: it could not be, and the last line says
-              why, and nothing was harmed; failed: anything else, `problems` says what
+    Attributes:
+        kind: the kind in the schedule's terms.
+        second: kind and phase of the second fault, if it struck.
+        saved: the newest step of the last words; -1: there are none.
+        outcome: survived: the newest finished step is saved; explained: it could not be, the last line says
+            why, and nothing was harmed; failed: anything else, see `problems`.
     """
 
     number: int
@@ -55,7 +56,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class _Side:
-    """What one controller has made of an incident; `saved` is -1 where nothing was."""
+    """The result of an incident on the side of one controller; `saved` is -1 if nothing was saved."""
 
     saved: int
     published: float | None
@@ -63,8 +64,13 @@ class _Side:
 
 
 def judge(job: Job, reports: Sequence[Mapping[str, Any]], planned: Planned) -> Incident:
-    """Whether an incident went as promised: by its report, or one of each side where the network was cut, and
-    by the save folder as it has left it."""
+    """Judge an incident by its reports and by the save folder.
+
+    Args:
+        job: the job.
+        reports: the report, or that of each side if the network was cut.
+        planned: the faults of the incident.
+    """
     stamps = [stamp for stamp in job.struck() if stamp["restart"] == planned.fault.restart]
     struck = _struck(stamps, planned)
     cut = planned.fault in struck and planned.fault.kind == "cut"
@@ -75,10 +81,10 @@ def judge(job: Job, reports: Sequence[Mapping[str, Any]], planned: Planned) -> I
     problems += [problem for side in sides for problem in side.problems]
     if cut:
         silent = set(range(CUTS[planned.cut].nodes)) - {side_of(report) for report in reports}
-        problems += [f"node {node} has not said what it made of the cut" for node in sorted(silent)]
+        problems += [f"node {node} has no report of the cut" for node in sorted(silent)]
     saved = max(side.saved for side in sides)
-    alone = planned.fault in struck and planned.kind == "controller-sigkill"
-    problems += checkpoint_problems(job.save, saved if saved >= 0 else tracked_step(job.save), alone)
+    lost_node_0 = planned.fault in struck and planned.kind == "controller-sigkill"
+    problems += checkpoint_problems(job.save, saved if saved >= 0 else tracked_step(job.save), lost_node_0)
     published = [side.published for side in sides if side.published is not None]
     second = next((f for f in struck if f is planned.second), None)
     outcome = SURVIVED if saved >= 0 else EXPLAINED
@@ -100,10 +106,12 @@ def _judge_side(
     job: Job, report: Mapping[str, Any], planned: Planned, struck: Sequence[Fault], side: int | None
 ) -> _Side:
     saved, reason = int(report["step"] or -1), str(report["reason"])
-    # Who is lost after it has said that its files are written has given all that it had.
-    given = {event.get("rank") for event in report["events"] if event["type"] == "written"}
-    before = [fault for fault in struck if fault.phase != "dump-written" or fault.rank not in given]
-    survives = CUTS[planned.cut].survives(before, side)
+    # A rank that is lost after it reported its files as written has given everything that it had.
+    writers = {event.get("rank") for event in report["events"] if event["type"] == "written"}
+    effective_faults = [
+        fault for fault in struck if fault.phase != "dump-written" or fault.rank not in writers
+    ]
+    survives = CUTS[planned.cut].survives(effective_faults, side)
     problems: list[str] = []
     if report["verdict"] == "saved":
         finished = newest_finished(job, report, planned.fault.restart)
@@ -120,7 +128,7 @@ def _judge_side(
 
 
 def _was_found(report: Mapping[str, Any]) -> bool:
-    """Return True where the step stood in the save folder already: it is looked for once no holder is left.
+    """Return whether the step was in the save folder already: the agents look there if no holder is left.
 
     The other side of a cut has written it, an earlier controller, or the framework's own save.
     """
@@ -129,7 +137,7 @@ def _was_found(report: Mapping[str, Any]) -> bool:
 
 
 def side_of(report: Mapping[str, Any]) -> int:
-    """The node whose controller has written it."""
+    """Return the node whose controller has written the report."""
     return next((int(event["node"]) for event in report["events"] if event["type"] == "took-over"), 0)
 
 
@@ -139,103 +147,115 @@ def _struck(stamps: Sequence[Mapping[str, Any]], planned: Planned) -> list[Fault
 
 
 def newest_finished(job: Job, report: Mapping[str, Any], restart: int) -> int:
-    """The newest step that any rank has finished: by the records, by the boards, and inside the incident."""
-    records = [line for found in job.records().values() for line in found]
+    """Return the newest step that any rank has finished, by records, by boards, and inside the incident."""
+    records = [line for of_rank in job.records().values() for line in of_rank]
     steps: list[int] = [line["iteration"] for line in records if line["restart"] == restart]
     for event in report["events"]:
         words = {"fault-noticed": "after step ", "frozen": "after step ", "through-the-door": "step "}
-        _, found, number = event["data"].get("detail", "").rpartition(words.get(event["type"], "\0"))
-        steps += [int(number)] if found and number.isdigit() else []
+        _, separator, number = event["data"].get("detail", "").rpartition(words.get(event["type"], "\0"))
+        steps += [int(number)] if separator and number.isdigit() else []
     return max(steps, default=0)
 
 
 def checkpoint_problems(save: Path, step: int | None, unfinished: bool = False) -> list[str]:
-    """What is wrong in the save folder, where `step` is the newest checkpoint.
+    """Return the problems of the save folder, whose newest checkpoint must be `step`.
 
-    unfinished  rank 0's node is lost: nobody else removes its regular save before the next start
+    Args:
+        unfinished: rank 0's node is lost, so its regular save stays until the next start.
     """
     problems = []
     if tracked_step(save) != step:
         problems.append(f"the tracker says {tracked_step(save)}, step {step} was saved")
     problems += manifest.defects(save / naming.final_name(step)) if step is not None else []
-    # The agent tidies up once every worker is gone, a moment after its report; a restart takes longer.
+    # The agent tidies up a moment after its report, when every worker has ended; a restart takes longer.
     deadline = time.monotonic() + TIDY_S
-    while (strange := _strange(save, unfinished)) and time.monotonic() < deadline:
+    while (unexpected := _unexpected(save, unfinished)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return problems + [f"{name} is left behind" for name in strange]
+    return problems + [f"{name} is left behind" for name in unexpected]
 
 
-def _strange(save: Path, unfinished: bool) -> list[str]:
+def _unexpected(save: Path, unfinished: bool) -> list[str]:
     names = [path.name for path in save.iterdir() if naming.step_of(path.name) is None]
-    known = (naming.TRACKER, naming.LEASE)  # the lease of a ttprun that was killed
-    return [name for name in names if name not in known and not (unfinished and "saving" in name)]
+    expected = (naming.TRACKER, naming.LEASE)  # the lease of a ttprun that was killed
+    return [name for name in names if name not in expected and not (unfinished and "saving" in name)]
 
 
 def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tuple[int, list[str]]:
-    """How many records of `jobs` are those of the undisturbed run, bit for bit, and what is wrong.
+    """Compare the records of `jobs` with those of the undisturbed run, bit for bit.
 
-    saved  the steps of last words: one that was finished while its incident was open has no record
+    Args:
+        undisturbed: the undisturbed run.
+        jobs: the jobs.
+        saved: the steps of last words: a step that was finished in an open incident has no record.
+
+    Returns:
+        The number of equal records, and the problems.
     """
-    known = {
+    expected = {
         (rank, line["iteration"]): (line["losses"], line["grad_norm"])
-        for rank, found in undisturbed.records().items()
-        for line in found
+        for rank, records in undisturbed.records().items()
+        for line in records
     }
     equal, problems, seen = 0, [], set()
     for job in jobs:
-        for rank, found in job.records().items():
-            for line in found:
+        for rank, records in job.records().items():
+            for line in records:
                 key = (rank, line["iteration"])
                 seen.add(key)
-                if known.get(key) == (line["losses"], line["grad_norm"]):
+                if expected.get(key) == (line["losses"], line["grad_norm"]):
                     equal += 1
                 else:
                     problems.append(f"rank {rank}, step {line['iteration']}: not as in the reference")
-    kept = set(saved)
-    newest = max(kept, default=0)
-    missing = {step for _, step in known.keys() - seen if step not in kept and step < newest}
+    saved_steps = set(saved)
+    newest = max(saved_steps, default=0)
+    missing = {step for _, step in expected.keys() - seen if step not in saved_steps and step < newest}
     return equal, problems + [f"step {step} was not recorded on every rank" for step in sorted(missing)]
 
 
 def fault_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> str:
-    """Survived / explained / not run: a column for each kind of fault, a line for each phase."""
-    left = _left(incidents, planned)
+    """Return the counts (survived / explained / not run) by phase (lines) and kind of fault (columns)."""
+    missing = _not_run(incidents, planned)
     return _table(
         "the fault strikes",
         {phase: PHASES[phase] for phase in CHOICE},
         list(KINDS),
-        [(one.phase, one.kind, one) for one in incidents],
-        [(one.fault.phase, one.kind) for one in left],
+        [(incident.phase, incident.kind, incident) for incident in incidents],
+        [(each.fault.phase, each.kind) for each in missing],
         times=True,
     )
 
 
 def second_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> str:
-    """The same, of the second faults."""
-    left = [one.second for one in _left(incidents, planned) if one.second is not None]
+    """Return the same counts for second faults."""
+    missing = [each.second for each in _not_run(incidents, planned) if each.second is not None]
     return _table(
         "the second fault strikes",
         {phase: PHASES[phase] for phase in IN_AN_INCIDENT},
         list(dict.fromkeys(SECOND)),
-        [(one.second[1], one.second[0], one) for one in incidents if one.second is not None],
-        [(fault.phase, fault.kind) for fault in left],
+        [(each.second[1], each.second[0], each) for each in incidents if each.second is not None],
+        [(fault.phase, fault.kind) for fault in missing],
     )
 
 
 def cut_table(incidents: Sequence[Incident], planned: Sequence[Planned], equal: Mapping[str, int]) -> str:
-    """The same by layout, and how many of its records were compared."""
-    left = Counter(one.cut for one in _left(incidents, planned))
+    """Return the same counts by layout, and how many of its records were compared."""
+    missing = Counter(each.cut for each in _not_run(incidents, planned))
     rows = [
-        [name, CUTS[name].words, _cell([one for one in incidents if one.cut == name], left[name]), count]
+        [
+            name,
+            CUTS[name].words,
+            _cell([each for each in incidents if each.cut == name], missing[name]),
+            count,
+        ]
         for name, count in ((name, equal.get(name, 0)) for name in CUTS)
-        if any(one.cut == name for one in planned)
+        if any(each.cut == name for each in planned)
     ]
     return table(["layout", "", "incidents", "records as in the reference"], rows)
 
 
-def _left(incidents: Sequence[Incident], planned: Sequence[Planned]) -> list[Planned]:
-    done = {one.number for one in incidents}
-    return [one for one in planned if one.number not in done]
+def _not_run(incidents: Sequence[Incident], planned: Sequence[Planned]) -> list[Planned]:
+    numbers = {incident.number for incident in incidents}
+    return [each for each in planned if each.number not in numbers]
 
 
 def _table(
@@ -243,21 +263,27 @@ def _table(
     lines: Mapping[str, str],
     kinds: Sequence[str],
     run: Sequence[tuple[str, str, Incident]],
-    left: Sequence[tuple[str, str]],
+    missing: Sequence[tuple[str, str]],
     *,
     times: bool = False,
 ) -> str:
-    """`lines` are phases and their words; `run` and `left`: phase and kind of what was run, and was not."""
-    columns = [kind for kind in kinds if any(kind == one[1] for one in (*run, *left))]
+    """Return a table of counts.
+
+    Args:
+        lines: the text of each phase.
+        run: phase, kind and incident of each fault that was run.
+        missing: phase and kind of each fault that was not run.
+    """
+    columns = [kind for kind in kinds if any(kind == fault[1] for fault in (*run, *missing))]
 
     def cells(phases: Collection[str]) -> list[str]:
-        here = [one for one in run if one[0] in phases]
-        more = Counter(kind for phase, kind in left if phase in phases)
-        found = [_cell([one for _, kind, one in here if kind == name], more[name]) for name in columns]
-        found.append(_cell([one for _, _, one in here], more.total()))
-        good = [one.published_s for _, _, one in here if one.published_s]
-        median = f"{1000 * statistics.median(good):.0f}" if good else "–"
-        return [*found, median] if times else found
+        in_phases = [(kind, incident) for phase, kind, incident in run if phase in phases]
+        not_run = Counter(kind for phase, kind in missing if phase in phases)
+        row = [_cell([each for kind, each in in_phases if kind == name], not_run[name]) for name in columns]
+        row.append(_cell([incident for _, incident in in_phases], not_run.total()))
+        seconds = [incident.published_s for _, incident in in_phases if incident.published_s]
+        median = f"{1000 * statistics.median(seconds):.0f}" if seconds else "–"
+        return [*row, median] if times else row
 
     last = ["fault to published, ms"] if times else []
     return table(
@@ -266,10 +292,10 @@ def _table(
     )
 
 
-def _cell(incidents: Sequence[Incident], left: int) -> str:
-    """Survived / explained / not run."""
-    if not incidents and not left:
+def _cell(incidents: Sequence[Incident], not_run: int) -> str:
+    """Return the counts: survived / explained / not run."""
+    if not incidents and not not_run:
         return "–"
-    count = Counter(one.outcome for one in incidents)
+    count = Counter(incident.outcome for incident in incidents)
     failed = f", {count[FAILED]} {FAILED}" if count[FAILED] else ""
-    return f"{count[SURVIVED]} / {count[EXPLAINED]} / {left}{failed}"
+    return f"{count[SURVIVED]} / {count[EXPLAINED]} / {not_run}{failed}"

@@ -1,4 +1,4 @@
-"""What is known of a campaign, and who follows a job of it."""
+"""The state of a campaign, and the watcher of one of its jobs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from _schedule import OF_NODES, Planned
 from _verdicts import FAILED, Incident, judge
 
 SILENCE_S = 180.0
-# A fault strikes within some steps; a job that trains on and on has missed its own.
+# Seconds without the planned fault, after which the job has missed it.
 MISSED_S = 300.0
-# Both sides of a cut have told by then: neither waits for the other longer than for a silence, and TTP_OT.
+# Seconds after which both sides of a cut have reported: neither waits longer than a silence and TTP_OT.
 SIDES_S = 30.0
 KEEP = 2
 
 
 class Campaign:
-    """The folder of one seed and its settings: `state.json`, and for each layout the checkpoints and a
-    folder for each job."""
+    """The folder of one seed and its settings.
+
+    It has `state.json`, and for each layout the checkpoints and a folder for each job.
+    """
 
     def __init__(self, folder: Path, planned: Sequence[Planned]) -> None:
         self.folder = folder
@@ -43,7 +45,7 @@ class Campaign:
             self.seconds = state["seconds"]
 
     def keep(self, incident: Incident) -> None:
-        """Write down what is known now."""
+        """Write down a new incident."""
         with self._lock:
             now = time.monotonic()
             self.incidents.append(incident)
@@ -55,17 +57,17 @@ class Campaign:
             scratch.replace(self._state)
 
     def save(self, cut: str) -> Path:
-        """The checkpoints of a layout."""
+        """Return the folder of a layout's checkpoints."""
         return self.folder / cut / "ckpt"
 
     def jobs(self, cut: str) -> list[Path]:
-        """The folders of its jobs, in order."""
+        """Return the folders of a layout's jobs, in order."""
         return sorted((self.folder / cut).glob("job-*"), key=lambda path: int(path.name[4:]))
 
     def next_layout(self, busy: Collection[str]) -> str | None:
-        """Whose turn it is: that with the fewest incidents; None where all that is left is busy."""
-        left = [cut for cut in CUTS if cut not in busy and self.remaining(cut)]
-        return min(left, key=lambda cut: sum(one.cut == cut for one in self.incidents), default=None)
+        """Return the next layout: that with the fewest incidents; None if all remaining layouts are busy."""
+        remaining = [cut for cut in CUTS if cut not in busy and self.remaining(cut)]
+        return min(remaining, key=lambda cut: sum(one.cut == cut for one in self.incidents), default=None)
 
     def remaining(self, cut: str) -> list[Planned]:
         done = {incident.number for incident in self.incidents}

@@ -1,19 +1,18 @@
-"""Hooks what a benchmark wants to know into a worker, then runs its script: `_worker.py ... script args`.
+"""Hooks the measurements of a benchmark into a worker, then runs its script: `_worker.py ... script args`.
 
---watch   writes down how long the parts of a dump took, and how much memory it took
---native  calls the framework's own save, unpatched and timed, after the second step of each start; and has
-          `dd conv=fsync` write as many bytes, by as many processes as hold the optimizer state
---gate    waits before every block of iterations until the benchmark says that it is this job's turn
---holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
---parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes:
-          times, or counts (of bytes, allocations and so on)
---arming  disarms and arms online recovery every few steps, and writes down what a step takes, or which
-          functions it calls
---uploading  stops and continues an uploader every few steps, and writes down what a step takes
---cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
+--watch      writes down how long the parts of a dump took, and how much memory
+--native     calls the framework's own save, unpatched and timed, after the second step of each start; then
+             `dd conv=fsync` writes as many bytes, by as many processes as hold the optimizer state
+--gate       waits before every block of iterations until the benchmark says that it is this job's turn
+--holds      writes down the resources of the process after each INTERVAL-th step, from AT on
+--parts      turns the adaptor off and on every few steps, and writes down each part of a step: times, or
+             counts (of bytes, allocations and so on)
+--arming     turns online recovery off and on every few steps, and writes down the times or calls of a step
+--uploading  stops and continues an uploader every few steps, and writes down the times of a step
+--cost       writes down, at the third gate, the memory and parameters of the process, and its sent bytes
 
-Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
-as the recorder does.
+Lines of JSON go to OUT/rank<R>.jsonl: what, time (of the end), seconds, restart. All hooks are installed from
+outside, as the recorder's are.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from _peaks import Peaks
 from _uploading import Uploading
 
 RANK = int(os.environ.get("RANK", "0"))
-# The parts of a dump: (what, module, function). Those of one dump never run at the same time.
+# The parts of a dump: (what, module, function). Parts of one dump never overlap.
 PARTS = (
     ("freeze", "adaptor.worker.freezer", "Freezer.freeze"),
     ("door", "adaptor.worker.freezer", "Freezer.bring_to"),
@@ -62,7 +61,7 @@ PARTS = (
 
 
 class Notes:
-    """The file of this rank."""
+    """The file of this rank's results."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -108,15 +107,15 @@ def watch(notes: Notes) -> None:
         hook(module, name, timed(what))
 
 
-# With `split` the state is there twice in the four ranks: two of them hold all that is saved.
+# Processes that write with `split`: the state is held twice by four ranks, so two ranks hold all of it.
 _WRITERS = 2
-# A virtual machine gives memory that was freed back to its host within seconds, and what is written next
-# waits for it to come again. So dd and the dump both begin that long after a folder was removed.
+# A virtual machine returns freed memory to its host within seconds, and the next write waits to get it back.
+# So both dd and the dump begin this long after a folder was removed.
 _SETTLE_S = 6.0
 
 
 class NativeSave:
-    """Saves once with the framework's own `save_checkpoint`, to a folder of its own that is removed then."""
+    """Saves once with the framework's own `save_checkpoint`, to a folder that is removed afterwards."""
 
     def __init__(self, notes: Notes, folder: Path) -> None:
         self._notes = notes
@@ -135,17 +134,17 @@ class NativeSave:
         from megatron.training import checkpointing
         from megatron.training.global_vars import get_args
 
-        own = inspect.unwrap(checkpointing.save_checkpoint)
+        save_checkpoint = inspect.unwrap(checkpointing.save_checkpoint)
         arguments = get_args()
         save, arguments.save = arguments.save, str(self._folder)
         torch.distributed.barrier()
         began = time.time()
-        own(arguments.curr_iteration + 1, model, optimizer, scheduler, 0.0)
+        save_checkpoint(arguments.curr_iteration + 1, model, optimizer, scheduler, 0.0)
         torch.distributed.barrier()
         ended = time.time()
         arguments.save = save
         if RANK == 0:
-            os.sync()  # nothing of it is left to be written while the next save is timed
+            os.sync()  # no pending write disturbs the next measurement
             self._notes.add("durable", time.time() - began)
             size = self._bytes()
             self._notes.add("native", ended - began, bytes=size)
@@ -158,7 +157,7 @@ class NativeSave:
         torch.distributed.barrier()
 
     def _dd(self, mebibytes: int) -> None:
-        """Write so much by each of some processes at the same time, each to a file of its own."""
+        """Let some processes write so many MiB each at the same time, each to its own file."""
         self._folder.mkdir()
         options = ["if=/dev/zero", "bs=1M", f"count={mebibytes}", "conv=fsync", "status=none"]
         began = time.time()
@@ -177,7 +176,7 @@ class NativeSave:
 
 
 class Gate:
-    """Stands in a queue with the other ranks of this job, before every block of iterations."""
+    """Queues with the other ranks of this job before every block of iterations."""
 
     def __init__(self, address: str, cost: Cost | None) -> None:
         name, arm, block = address.split(",")
@@ -195,12 +194,12 @@ class Gate:
                 self._cost.note(args[2], get_args().curr_iteration)
             self._connection.sendall(b"?")
             if not self._connection.recv(1):
-                os._exit(1)  # nobody is left who would say when it is our turn
+                os._exit(1)  # the benchmark has ended
         return wrapped(*args, **kwargs)
 
 
 class Cost:
-    """What this rank takes, and what it gives to the other optimizer instances."""
+    """The memory of this rank, and the bytes that it sends to the other optimizer instances."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -210,19 +209,19 @@ class Cost:
     def _all_reduce(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from megatron.core import parallel_state
 
-        # Its getter refuses to say that there is none.
+        # The getter of the group raises if there is none.
         between = parallel_state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
         if between is not None and kwargs.get("group") is between:
             self._between += args[0].nbytes
         return wrapped(*args, **kwargs)
 
     def note(self, model: Any, steps: int) -> None:
-        """After so many steps."""
+        """Write down the cost after `steps` steps."""
         self._notes.add("cost", 0.0, between=self._between / steps, **_memory(), **_parameters(model))
 
 
 def _memory() -> dict[str, int]:
-    """Bytes: of all tensors that Python can reach, and of all memory of this process that is no file's."""
+    """Return the bytes of all tensors that Python can reach, and of all memory that belongs to no file."""
     import torch
 
     gc.collect()
@@ -235,7 +234,7 @@ def _memory() -> dict[str, int]:
 
 
 def _parameters(model: Any) -> dict[str, int]:
-    """How many this rank has, those of experts apart, and how many ranks share the update of each."""
+    """Return the parameters of this rank (experts apart), and how many ranks share the update of each."""
     from megatron.core import parallel_state
 
     sizes = {"dense": 0, "experts": 0}
@@ -271,8 +270,8 @@ def main() -> None:
         holdings = Holdings(notes, interval, at)
         hook("megatron.training.training", "train_step", holdings.after_step)
     if parsed.parts:
-        what, *given = parsed.parts.split(",")
-        Parts(notes.add, hook, given, Counts() if what == "counts" else Times(hook))
+        what, *settings = parsed.parts.split(",")
+        Parts(notes.add, hook, settings, Counts() if what == "counts" else Times(hook))
     if parsed.arming:
         kind = Comparing if parsed.arming.endswith(",holders") else Arming
         kind(notes.add, hook, parsed.arming)
