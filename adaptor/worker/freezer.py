@@ -89,7 +89,11 @@ class Freezer:
             The board, or None if an update is still in flight after `timeout_s`.
         """
         until = time.monotonic() + timeout_s
-        if not (self._door.close(timeout_s) and self._updates_are_over(until)):
+        # The thread of a repeated order may begin when all go on already: it closes nothing.
+        is_still = (
+            self._door.wait_until(lambda: True, timeout_s) if is_repeated else self._door.close(timeout_s)
+        )
+        if not (is_still and self._updates_are_over(until)):
             return None
         if not is_repeated:
             self._may_end = self._may_interrupt = True

@@ -419,6 +419,15 @@ def test_a_freeze_that_comes_in_vain_promises_nothing(worker: Worker) -> None:
     assert worker.session.freezer.freeze(0.0) is None
 
 
+def test_a_repeated_freeze_that_comes_after_the_recovery_closes_nothing(worker: Worker) -> None:
+    """Each order has a thread, and that of the order to go on may be faster."""
+    worker.loop.begin(4)
+    assert worker.session.freezer.freeze(LONG_S) is not None
+    worker.session.door.open()
+    assert worker.session.freezer.freeze(LONG_S, is_repeated=True) is not None
+    assert not worker.session.door.closed
+
+
 def test_a_freeze_while_a_regular_save_is_published(worker: Worker) -> None:
     acted = []
     worker.session.publishing(lambda: acted.append(worker.session.freezer.freeze(0.0)))
