@@ -46,11 +46,10 @@ REPLACED = (
 _ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
-def plain_stand_in(optimizer: Any, live: Any, plain: Any) -> Any:
+def plain_stand_in(live: Any, plain: Any) -> Any:
     """Return a stand-in for an optimizer without shards: it saves `plain`, under the params of `live`."""
-    stand_in = copy.copy(optimizer)
+    stand_in = copy.copy(live)
     stand_in.state_dict = lambda *_, **__: plain
-    stand_in.get_parameters = live.get_parameters
     return stand_in
 
 
@@ -166,7 +165,7 @@ class Sharding:
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
         chained_states = [
-            plain_stand_in(optimizer, live, plain)
+            plain_stand_in(live, plain)
             if whole_state is None
             else gathered_stand_in(optimizer, plain, whole_state, stored)
             for (optimizer, live, stored), plain, whole_state in zip(
@@ -363,8 +362,7 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
     """Do everything but the write, with optimizer state that takes no memory, to find errors early."""
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-    empty: dict[str, Any] = {"state": {}, "param_groups": []}
-    states = [{**empty, "optimizer": {**empty}, "fp32_from_fp16_params": []} for _ in state.chained]
+    states = [_before_first_update(chained_optimizer) for chained_optimizer, _, _ in state.chained]
     gathered = [
         state_without_memory(chained_optimizer) if shards.is_sharded(chained_optimizer) else None
         for chained_optimizer, _, _ in state.chained
@@ -378,6 +376,18 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
         raise UnsupportedError(
             _refused(f"what this version saves ({type(error).__name__}: {error})")
         ) from error
+
+
+def _before_first_update(optimizer: Any) -> dict[str, Any]:
+    """Return the saved state of an optimizer besides its shards, without moments. Since Megatron-core 0.20
+    the framework compares the param groups of an optimizer without shards with the saved groups.
+    """
+    if shards.is_sharded(optimizer) or shards.is_stub(optimizer):
+        empty: dict[str, Any] = {"state": {}, "param_groups": []}
+        return {**empty, "optimizer": {**empty}, "fp32_from_fp16_params": []}
+    body: dict[str, Any] = optimizer.state_dict()
+    body.get("optimizer", body)["state"] = {}
+    return body
 
 
 def _refused(subject: str) -> str:

@@ -77,6 +77,53 @@ def test_an_optimizer_with_the_whole_state_in_a_group_of_one(stored: bool) -> No
     assert optimizer.data_parallel_group is rank.optimizer.data_parallel_group
 
 
+class PlainOptimizer:
+    """An optimizer without shards, whose saved groups Megatron-core 0.20 compares with its own."""
+
+    def __init__(self, weights: list[list[torch.nn.Parameter]]) -> None:
+        self.float16_groups = weights
+        self.fp32_from_float16_groups = [
+            [torch.nn.Parameter(weight.detach().clone()) for weight in group] for group in weights
+        ]
+        self.optimizer = torch.optim.Adam([{"params": group} for group in self.fp32_from_float16_groups])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "fp32_from_fp16_params": self.fp32_from_float16_groups,
+        }
+
+    def sharded_state_dict(self, model: Any, metadata: Any) -> Any:
+        saved = self.state_dict()
+        inner = saved["optimizer"]
+        groups = zip(inner["param_groups"], self.optimizer.param_groups, strict=True)
+        ids = [list(zip(group["params"], own["params"], strict=True)) for group, own in groups]
+        assert len(ids) == len(saved["fp32_from_fp16_params"])
+        weights = {
+            id(main): weight
+            for mains, group in zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
+            for main, weight in zip(mains, group, strict=True)
+        }
+        return {
+            "state": inner["state"],
+            "names": [model[weights[id(main)]] for pairs in ids for _, main in pairs],
+        }
+
+
+def test_the_rehearsal_of_an_optimizer_without_shards_has_its_groups() -> None:
+    weights = [[torch.nn.Parameter(torch.ones(2))], [torch.nn.Parameter(torch.ones(3))]]
+    optimizer = PlainOptimizer(weights)
+    for main in optimizer.optimizer.param_groups[0]["params"]:
+        main.grad = torch.ones(2)
+    optimizer.optimizer.step()
+    names = {weights[0][0]: "first", weights[1][0]: "second"}
+    state = TrainingState([], optimizer, None, "mp_rank_00")
+    plain = format_torch_dist._before_first_update(optimizer)
+    saved = Sharding(0, {}, (), ()).optimizer(state, names, [plain], [None])
+    assert saved == {"state": {}, "names": ["first", "second"]}
+    assert optimizer.optimizer.state, "the live optimizer has kept its moments"
+
+
 @pytest.mark.parametrize(
     ("kind", "missing", "words"),
     [
