@@ -1,12 +1,12 @@
-"""Checks a checkout of Megatron-LM of another version: `python -m tests.frameworks.by_hand TREE --out OUT`.
+"""Checks a checkout of another version of Megatron-LM: `python -m tests.frameworks.by_hand TREE --out OUT`.
 
-Or one of MindSpeed-LLM or ModelLink 1.2, in which, as their guides say, `megatron` of Megatron-LM is, and
-`mindspeed` besides; for what only an Ascend machine has there are the stand-ins of tests/standins.
+TREE may also be a checkout of MindSpeed-LLM or ModelLink 1.2 that contains, as their guides say, `megatron`
+of Megatron-LM and `mindspeed`; the stand-ins of tests/standins replace the parts of an Ascend machine.
 
-Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row for each check,
-which benchmarks/results/by_hand.md sums up. The reference is the checkout without the adaptor, under
-plain torchrun. The environment has what the version imports (`pip install triton pydantic` for newer ones).
-What is kept in OUT/baselines is not run again. The exit code is 1 if a check has failed.
+The script trains the tiny GPT of the tests on the CPU, with faults and without, and prints a row for each
+check; benchmarks/results/by_hand.md sums the rows up. The reference is the checkout without the adaptor,
+under plain torchrun. The environment must have the version's dependencies (`pip install triton pydantic` for
+newer ones). Runs in OUT/baselines are kept. The exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from tests.frameworks.checks_mindspeed import EXPERTS, LLM, LLM_ONLINE, MINDSPEE
 HEADER = (
     "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
 )
-# Before, Megatron-core had no optimizer instances, or computed the gradient norm too large with them.
+# Earlier versions of Megatron-core had no optimizer instances, or computed the gradient norm too large.
 RIGHT_INSTANCES = Version("0.13.0rc0")
-# These versions load their own checkpoints only where torch.load may build any object, as it might up to 2.5.
+# Earlier versions load their own checkpoints only if torch.load may build any object, as up to torch 2.5.
 LOADS_WEIGHTS_ONLY = Version("0.13.0rc0")
-# Before, MindSpeed-LLM had no mock data.
+# Earlier versions of MindSpeed-LLM had no mock data.
 MINDSPEED_MOCKS = Version("0.12")
-# Before, the updates of several optimizers needed other ranks, and experts are refused.
+# In earlier versions the updates of several optimizers needed other ranks, and experts are refused.
 ONE_GATHERING = Version("0.9")
 _NAMES = {**CHECKS, **ONLINE, **MINDSPEED, **LLM, **LLM_ONLINE, **NOT_ONLINE, **EXPERTS, **MODELLINK}
 
 
 class Bench:
-    """The checks on one tree."""
+    """Runs the checks on one tree."""
 
     def __init__(self, tree: Path, out: Path, name: str) -> None:
         self._tree, self._out = tree, out
@@ -70,9 +70,9 @@ class Bench:
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")
             )
-            # MindSpeed looks below it for the headers of the operators that it builds.
+            # MindSpeed looks here for the headers of the operators that it builds.
             os.environ["ASCEND_HOME_PATH"] = str(ROOT / "tests/standins")
-            # MindSpeed-LLM 2.0 compiles by torch.jit, which cannot read what the device cpu stands in for.
+            # MindSpeed-LLM 2.0 compiles by torch.jit, which cannot read the stand-ins of the device cpu.
             os.environ["PYTORCH_JIT"] = "0"
         if mindspeed and version < MINDSPEED_MOCKS:
             self._data = ("--data-path", str(_corpus(out / "data")))
@@ -81,9 +81,9 @@ class Bench:
             self.checks.update(EXPERTS if version >= ONE_GATHERING else {})
         if (tree / "modellink").is_dir():
             self.checks.update(MODELLINK)
-            # Where apex is found, Megatron-LM of the others would take it.
+            # Megatron-LM of the other frameworks would use apex if it found it.
             os.environ["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests/standins/with_apex'}"
-            # What pads a bucket it takes as it finds it; it finds zeros then.
+            # The padding of a bucket is uninitialised memory: make it zeros.
             os.environ["MALLOC_PERTURB_"] = "255"
             self._data += ("--tokenizer-type", "PretrainedFromHF")
             self._data += ("--tokenizer-name-or-path", str(out / "data/tokenizer"))
@@ -93,8 +93,8 @@ class Bench:
             os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 
     def report(self) -> bool:
-        """Whether every patch fits, by `python -m adaptor report`; prints what it says where not."""
-        done = subprocess.run(
+        """Return whether every patch fits, by `python -m adaptor report`; if not, print the report."""
+        report = subprocess.run(
             [sys.executable, "-m", "adaptor", "report", "--", str(self._tree / "pretrain_gpt.py")],
             env={**os.environ, "TTP_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"},
             cwd=ROOT,
@@ -102,13 +102,13 @@ class Bench:
             text=True,
             check=False,
         )
-        if done.returncode:
-            print(done.stdout, done.stderr, sep="", file=sys.stderr)
-        self._row("–", "–", "report", _passed(done.returncode == 0, "every patch fits"))
-        return done.returncode == 0
+        if report.returncode:
+            print(report.stdout, report.stderr, sep="", file=sys.stderr)
+        self._row("–", "–", "report", _passed(report.returncode == 0, "every patch fits"))
+        return report.returncode == 0
 
     def check(self, name: str) -> bool:
-        """Run one check and print its row; what went wrong goes to stderr."""
+        """Run one check and print its row; errors go to stderr."""
         check = self.checks[name]
         extra = (*check.layout.extra, *self._data)
         layout = replace(check.layout, instances=self._instances, extra=extra)
@@ -123,7 +123,7 @@ class Bench:
             faults=[check.spec] if check.spec else [],
             arguments=check.arguments,
             nodes=check.nodes,
-            # On a network of their own nobody else has the default port.
+            # In namespaces of their own, the default port is free.
             environment={"TTP_TLS": "plain", "TTP_PORT": "8000"} if check.nodes > 1 else {},
         )
         replica = layout.replica
@@ -132,24 +132,26 @@ class Bench:
             reference = baseline(replace(layout, replica="auto"))
             with namespaces.two() if check.nodes > 1 else nullcontext() as network:
                 ended = check.run(replace(job, network=network), reference)
-            told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
-            if told:
-                replica = f"{told[1]} ({layout.replica})"
+            replicas = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+            if replicas:
+                replica = f"{replicas[1]} ({layout.replica})"
             if "--local-copy-os" in check.arguments:
                 replica += ", --local-copy-os"
             passed = True
         except (AssertionError, pytest.fail.Exception):
             traceback.print_exc()
             passed = False
-        cut = layout.name if layout.precision in layout.name else f"{layout.name}, {layout.precision}"
-        cut += f", {check.nodes} nodes" if check.nodes > 1 else ""
-        self._row(cut, replica, check.fault, _passed(passed, check.outcome))
+        description = layout.name if layout.precision in layout.name else f"{layout.name}, {layout.precision}"
+        description += f", {check.nodes} nodes" if check.nodes > 1 else ""
+        self._row(description, replica, check.fault, _passed(passed, check.outcome))
         return passed
 
-    def _row(self, cut: str, replica: str, fault: str, result: str) -> None:
+    def _row(self, layout: str, replica: str, fault: str, result: str) -> None:
         versions = f"{platform.python_version()}, {torch.__version__}"
         today = datetime.date.today().isoformat()
-        print(f"| {self._name} | {versions} | {cut} | {replica} | {fault} | {result} | {today} |", flush=True)
+        print(
+            f"| {self._name} | {versions} | {layout} | {replica} | {fault} | {result} | {today} |", flush=True
+        )
 
 
 def _corpus(folder: Path) -> Path:
@@ -159,8 +161,8 @@ def _corpus(folder: Path) -> Path:
     return prefix
 
 
-def _passed(passed: bool, what: str) -> str:
-    return what if passed else f"**failed**: not “{what}”"
+def _passed(passed: bool, outcome: str) -> str:
+    return outcome if passed else f"**failed**: not “{outcome}”"
 
 
 def main() -> int:
@@ -180,10 +182,10 @@ def main() -> int:
         parser.error(f"TREE is {parsed.tree}: it has no pretrain_gpt.py, as a checkout of Megatron-LM has")
     prepare.build_helpers(tree)
     bench = Bench(tree, parsed.out.resolve(), parsed.name)
-    chosen = [name for name in bench.checks if not parsed.only or name in parsed.only]
+    names = [name for name in bench.checks if not parsed.only or name in parsed.only]
     print(HEADER)
     fits = parsed.only is not None or bench.report()
-    return 0 if all([fits, *(bench.check(name) for name in chosen)]) else 1
+    return 0 if all([fits, *(bench.check(name) for name in names)]) else 1
 
 
 if __name__ == "__main__":

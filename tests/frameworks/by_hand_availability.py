@@ -1,10 +1,10 @@
-"""MindSpeed-LLM's high availability: `python -m tests.frameworks.by_hand_availability TREE --out OUT`.
+"""Checks MindSpeed-LLM's high availability: `python -m tests.frameworks.by_hand_availability TREE --out OUT`.
 
-TREE is a checkout as for `by_hand`, of 2.3 or later. Its replica optimizer and its handlers are at work, and
-the `mindio_ttp` that they import is the adaptor's (TTP_PROVIDE_MINDIO). Prints a row of docs/mindio.md for
-each check. The reference is the same job with nothing broken, in which the framework's own `save_checkpoint`
-has saved every step. There is no dropout: the handlers save the random states that the main thread has come
-to, and what goes on from them has other dropout. The exit code is 1 if a check has failed.
+TREE is a checkout as for `by_hand`, of version 2.3 or later. Its replica optimizer and its handlers are used,
+and the `mindio_ttp` that they import is the adaptor's (TTP_PROVIDE_MINDIO). The script prints a row of
+docs/mindio.md for each check. The reference is the same job without faults, with a save of every step by the
+framework's own `save_checkpoint`. There is no dropout: the handlers save the random states at which the main
+thread is, and with dropout a resumed run would differ. The exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ENVIRONMENT = {
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
 }
 HEADER = "| version | Python, torch | layout | fault | outcome | date |\n|---|---|---|---|---|---|"
-# Of the rank that writes and how it was started, and what the handlers find at its main thread, which may be
-# a step before or after. All else has to be that of the framework's own save, bit for bit.
+# Differences that are allowed: arguments of the writing rank and of its start, and state that the handlers
+# take from the main thread, which may be a step before or after. Everything else must equal the framework's
+# own save, bit for bit.
 LIVE = {
     "random states": r"/rng_state/",
     "the count of operations": r"num_floating_point_operations_so_far",
@@ -47,7 +48,11 @@ LIVE = {
 
 @dataclass(frozen=True)
 class Check:
-    """What is done to a layout; `step` is the one that has to be saved, None where nothing breaks."""
+    """A fault and its expected outcome.
+
+    Attributes:
+        step: the step that must be saved; None: there is no fault.
+    """
 
     layout: Layout
     fault: str = "none"
@@ -59,16 +64,16 @@ class Check:
 
 
 def _breaks(layout: Layout, rank: int, step: int, phase: str, kind: str = "sigkill", **more: Any) -> Check:
-    """The step before is saved, unless every rank has come to the update."""
-    words = {
+    """Return a check that saves the step before the fault's, unless every rank has reached the update."""
+    places = {
         "norm": "before the gradient norm of",
         "update": "in the update of",
         "gather": "after the update of",
     }
-    what = "SIGKILL of" if kind == "sigkill" else "exception in"
+    action = "SIGKILL of" if kind == "sigkill" else "exception in"
     return Check(
         layout,
-        f"{what} rank {rank}, {words[phase]} step {step}",
+        f"{action} rank {rank}, {places[phase]} step {step}",
         f"rank={rank},step={step},phase={phase},kind={kind}",
         step - (phase == "norm"),
         **more,
@@ -76,7 +81,7 @@ def _breaks(layout: Layout, rank: int, step: int, phase: str, kind: str = "sigki
 
 
 WHOLE = replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False)
-# Where embeddings are tied, Megatron-core 0.12 cuts its buckets by sizes that these are no multiple of.
+# With tied embeddings, Megatron-core 0.12 divides buckets by sizes that do not fit these.
 STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
 MOE = Layout("moe-dp4-ep2", 4, extra=(*EXPERTS, "--expert-model-parallel-size", "2"))
 CHECKS = {
@@ -98,13 +103,13 @@ CHECKS = {
 
 
 class Bench:
-    """The checks on one tree."""
+    """Runs the checks on one tree."""
 
     def __init__(self, tree: Path, out: Path, name: str) -> None:
         self._tree, self._out, self._name = tree, out, name
 
     def check(self, name: str) -> bool:
-        """Run one check and print its row; what went wrong goes to stderr."""
+        """Run one check and print its row; errors go to stderr."""
         check = CHECKS[name]
         try:
             result = self._run(check, name)
@@ -113,8 +118,8 @@ class Bench:
             result = "**failed**"
         versions = f"{platform.python_version()}, {torch.__version__}"
         today = datetime.date.today().isoformat()
-        cut = f"{check.layout.name}, {check.layout.precision}"
-        print(f"| {self._name} | {versions} | {cut} | {check.fault} | {result} | {today} |", flush=True)
+        layout = f"{check.layout.name}, {check.layout.precision}"
+        print(f"| {self._name} | {versions} | {layout} | {check.fault} | {result} | {today} |", flush=True)
         return result != "**failed**"
 
     def _job(self, out: Path, layout: Layout, **more: Any) -> Job:
@@ -131,7 +136,7 @@ class Bench:
         )
 
     def _reference(self, layout: Layout) -> Path:
-        """A job that nothing disturbs; it saves every step."""
+        """Return the folder of an undisturbed job that saves every step."""
         out = self._out / "references" / layout.name
         if not (out / "done").exists():
             ended = harness.run(self._job(out, layout, save=out / "save", save_interval=1))
@@ -156,23 +161,27 @@ class Bench:
         assert outcome.tracked(save) == str(saved[-1])
         folder = save / f"iter_{check.step:07d}"
         stale = _stale(differences(folder, reference / "save" / folder.name))
-        words = f"step {check.step} saved by its handlers, bitwise its own save"
-        words += f" but for {' and '.join(stale)}" if stale else ""
+        result = f"step {check.step} saved by its handlers, bitwise its own save"
+        result += f" but for {' and '.join(stale)}" if stale else ""
         outcome.assert_same_training(ended, expected, steps=range(1, check.step))
         if check.restarts:
-            return f"{words}; started again from it by itself, to the end, bitwise"
+            return f"{result}; started again from it by itself, to the end, bitwise"
         resumed = harness.run(self._job(self._out / f"{name}-resumed", check.layout, load=save))
         assert resumed.code == 0, resumed.log[-3000:]
         outcome.assert_same_training(resumed, expected, steps=range(check.step + 1, ITERATIONS + 1))
-        return f"{words}; goes on from it, bitwise"
+        return f"{result}; goes on from it, bitwise"
 
 
-def _stale(found: Iterable[str]) -> list[str]:
-    """What of it is the main thread's, in words. Raises AssertionError where anything else differs."""
-    kinds = {line: [kind for kind, place in LIVE.items() if re.search(place, line)] for line in found}
-    unknown = [line for line, named in kinds.items() if not named]
+def _stale(differing: Iterable[str]) -> list[str]:
+    """Return the kinds of state that differ because they are the main thread's.
+
+    Raises:
+        AssertionError: anything else differs.
+    """
+    kinds = {line: [kind for kind, place in LIVE.items() if re.search(place, line)] for line in differing}
+    unknown = [line for line, matches in kinds.items() if not matches]
     assert not unknown, unknown
-    return sorted({kind for named in kinds.values() for kind in named if kind})
+    return sorted({kind for matches in kinds.values() for kind in matches if kind})
 
 
 def main() -> int:

@@ -1,12 +1,11 @@
-"""Compares examples/gpt2_from_scratch with transformers, by hand:
+r"""Compares examples/gpt2_from_scratch with transformers, by hand.
 
     pip install --target PACKAGES --no-deps transformers typer
     PYTHONPATH=.cache/frameworks/megatron-core-cpython-311:PACKAGES \\
         python -W ignore -m pytest --noconftest -W ignore tests/frameworks/by_hand_gpt2.py
 
-transformers are not installed for the suite: Megatron-LM imports them in each process where they are there.
-With `TTP_RECORD_GPT2=1` what they compute is written to tests/unit/gpt2_reference.json, with which the suite
-compares.
+The suite does without transformers: Megatron-LM imports them in each process if they are installed. With
+`TTP_RECORD_GPT2=1` the results are written to tests/unit/gpt2_reference.json, with which the suite compares.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def theirs(hf: Path) -> Any:
 
 @torch.no_grad()
 def computed(theirs: Any, folder: Path) -> dict[str, Any]:
-    """Return what the suite compares with."""
+    """Return the results with which the suite compares."""
     prompts = drawn(2, 6)
     greedy = theirs.generate(
         prompts,
@@ -72,16 +71,18 @@ def computed(theirs: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_what_the_suite_compares_with(theirs: Any, tmp_path: Path) -> None:
-    found = computed(theirs, tmp_path)
+    results = computed(theirs, tmp_path)
     if "TTP_RECORD_GPT2" in os.environ:
-        found["logits"] = [[[round(each, 5) for each in place] for place in row] for row in found["logits"]]
-        REFERENCE.write_text(json.dumps(found) + "\n")
+        results["logits"] = [
+            [[round(each, 5) for each in place] for place in row] for row in results["logits"]
+        ]
+        REFERENCE.write_text(json.dumps(results) + "\n")
     recorded = json.loads(REFERENCE.read_text())
     torch.testing.assert_close(
-        torch.tensor(found["logits"]), torch.tensor(recorded["logits"]), rtol=0, atol=1e-4
+        torch.tensor(results["logits"]), torch.tensor(recorded["logits"]), rtol=0, atol=1e-4
     )
-    assert found["greedy"] == recorded["greedy"]
-    assert found["perplexity"] == pytest.approx(recorded["perplexity"], rel=1e-6)
+    assert results["greedy"] == recorded["greedy"]
+    assert results["perplexity"] == pytest.approx(recorded["perplexity"], rel=1e-6)
 
 
 def test_all_logits(theirs: Any, ours: Any) -> None:
@@ -91,15 +92,15 @@ def test_all_logits(theirs: Any, ours: Any) -> None:
 
 
 def test_their_own_save_is_imported_bitwise(theirs: Any, hf: Path, imported: Path, tmp_path: Path) -> None:
-    """Saved by transformers, made a checkpoint, exported, and loaded by transformers."""
+    """A model goes from transformers to a checkpoint, is exported, and loaded by transformers."""
     theirs.save_pretrained(tmp_path / "saved")
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / "saved" / name).write_bytes((hf / name).read_bytes())
     convert.import_(tmp_path / "saved", tmp_path / "checkpoint")
     convert.export(tmp_path / "checkpoint", tmp_path / "out", hf)
     again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
-    for (name, one), (_, two) in zip(theirs.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, two), name
+    for (name, saved), (_, loaded) in zip(theirs.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(saved, loaded), name
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.6), (20, 0.9), (1000, 0.001)])

@@ -1,9 +1,9 @@
 """Checks a checkout of ModelLink: `python -m tests.frameworks.by_hand_modellink TREE --out OUT`.
 
-Trains a tiny Llama with its own `pretrain_llama.py` on the CPU, with the stand-ins of tests/standins, with
-faults and without, and prints a row for each check (`modellink_bench`; benchmarks/results/by_hand.md).
-With `--faults N` it lets random ranks die or raise at random places instead, and says how often that was
-recovered online. The exit code is 1 if a check has failed.
+The script trains a tiny Llama with ModelLink's own `pretrain_llama.py` on the CPU, with the stand-ins of
+tests/standins, with faults and without. It prints a row for each check (`modellink_bench`;
+benchmarks/results/by_hand.md). With `--faults N` random ranks die or raise at random places instead, and the
+script prints how often the job recovered online. The exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DP2 = Layout("dp2", 2)
 
 
 class Llama:
-    """A `Program` of the harness."""
+    """A `Program` of the harness: ModelLink's `pretrain_llama.py`."""
 
     def __init__(self, tree: Path, data: tuple[Path, Path]) -> None:
         self.environment = modellink.environment(tree)
@@ -34,7 +34,7 @@ class Llama:
 
     def __call__(self, job: Job) -> list[str]:
         layout = job.layout
-        given = modellink.tiny_llama(
+        arguments = modellink.tiny_llama(
             self._data,
             processes=layout.processes,
             train_iters=ITERATIONS,
@@ -47,32 +47,32 @@ class Llama:
             distributed_optimizer=layout.distributed_optimizer,
             extra=(*layout.extra, *job.arguments),
         )
-        return [str(self._tree / "pretrain_llama.py"), *given]
+        return [str(self._tree / "pretrain_llama.py"), *arguments]
 
 
 def killed(rank: int, step: int, phase: str) -> tuple[str, str]:
-    """The fault in words, and for the harness."""
-    words = {"backward": "backward of", "update": "update of", "door-after": "at the door of"}
+    """Return a SIGKILL as text, and as a fault of the harness."""
+    places = {"backward": "backward of", "update": "update of", "door-after": "at the door of"}
     return (
-        f"SIGKILL of rank {rank}, {words[phase]} step {step}",
+        f"SIGKILL of rank {rank}, {places[phase]} step {step}",
         f"rank={rank},step={step},phase={phase},kind=sigkill",
     )
 
 
-# Half an update is undone from the local copy: the other holder is gone.
+# An interrupted update is undone from the local copy, as the other holder is gone.
 BREAKS_OFF = (
     "exception of rank 0 in the update of step 6, SIGKILL of rank 1",
     "rank=0,step=6,phase=update,kind=exception,also=1",
 )
 LOCAL_COPY = ("--local-copy-os",)
-# The step that is saved is one that the framework has skipped.
+# The saved step is one that the framework skipped.
 SKIPPED = ("SIGKILL of rank 1, backward of step 6; step 5 was skipped", killed(1, 6, "backward")[1])
 DP2_FP16 = replace(DP2, name="dp2-fp16", precision="fp16")
 DP3_FP16 = replace(DP3, name="dp3-fp16", precision="fp16")
 ZEROS = Layout("dp4-zeros", 4, extra=("--log-num-zeros-in-grad",))
 SEQUENCE = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",))
 EVALUATION = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,10,0")
-# And the learning rate goes by tokens.
+# The learning rate depends on tokens.
 TOKENS = ("--lr-decay-tokens", "3000", "--lr-warmup-tokens", "500", "--lr-warmup-iters", "0")
 EVALUATED = Layout("dp3-evaluation", 3, extra=(*EVALUATION, *TOKENS))
 # Batches of 4, 4, 6, 6, then 8 samples.
@@ -104,12 +104,12 @@ BETWEEN = (
     "rank=1,step=5,phase=between,kind=sigkill",
 )
 LAST = ("SIGKILL of rank 0, gather of step 8, the last", "rank=0,step=8,phase=gather,kind=sigkill")
-# Rank 1 has no data of its own with tensor parallelism.
+# With tensor parallelism rank 1 reads no data.
 IN_EVALUATION = (
     "SIGKILL of rank 1 in the evaluation behind step 5, and of rank 0, gather of step 7",
     *("rank=1,step=5,phase=evaluation,kind=sigkill", "rank=0,step=7,phase=gather,kind=sigkill"),
 )
-# Without data to test on, ranks that read no data themselves wait for some (`training.py:1463`).
+# Without test data, ranks that read no data wait for some (`training.py:1463`).
 TENSOR_EVALUATED = Layout("tp2-dp2-evaluation", 4, tp=2, extra=(*EVALUATION[:-1], "80,10,10"))
 RECOMPUTE = replace(
     DP2, name="dp2-recompute", extra=("--recompute-granularity", "full", "--recompute-method", "uniform")
@@ -165,7 +165,7 @@ ONLINE = {
         online=True,
     ),
 }
-# On a network of their own nobody else has the default port.
+# In namespaces of their own, the default port is free.
 APART = (("TTP_TLS", "plain"), ("TTP_PORT", "8000"))
 ONLINE["online-nodes"] = recovers(
     DP4, "SIGKILL of rank 2, backward of step 6", killed(2, 6, "backward")[1], nodes=2, environment=APART
@@ -238,22 +238,22 @@ CHECKS = {
 }
 
 
-# Where a fault strikes, from the forward pass of a step to its line in the log, before which all ranks meet.
+# The phases from the forward pass of a step to its log line, before which all ranks meet.
 PHASES = ("forward", "backward", "reduction", "door-before", "door-after", "update", "gather", "between")
-# There are hooks in the distributed optimizer alone.
+# Only the distributed optimizer has hooks.
 WHOLE_PHASES = tuple(phase for phase in PHASES if phase not in ("reduction", "gather"))
 STRUCK = (DP4, DP3, DP2, WHOLE, TENSOR, STAGES, EVALUATED)
 
 
 def faults(bench: Bench, count: int, seed: int) -> bool:
-    """Let a random rank die or raise in each of `count` jobs; return whether all were recovered online."""
+    """Let a random rank die or raise in each of `count` jobs; return whether all recovered online."""
     draw = random.Random(seed)
     recovered = 0
     for number in range(count):
         layout = draw.choice(STRUCK)
         phase = draw.choice(PHASES if layout.distributed_optimizer else WHOLE_PHASES)
         rank, step = draw.randrange(layout.processes), draw.randrange(2, ITERATIONS)
-        # An exception in the middle of an update leaves a shard that nobody can use.
+        # An exception in the middle of an update makes a shard unusable.
         kind = "sigkill" if phase == "update" else draw.choice(("sigkill", "exception"))
         spec = f"rank={rank},step={step},phase={phase},kind={kind}"
         check = recovers(layout, f"{number}: {spec}", spec, spares=draw.randrange(2))

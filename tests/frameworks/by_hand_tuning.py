@@ -1,11 +1,11 @@
-"""Fine-tuning: `python -m tests.frameworks.by_hand_tuning TREE --packages DIR --out OUT`.
+"""Checks fine-tuning: `python -m tests.frameworks.by_hand_tuning TREE --packages DIR --out OUT`.
 
-TREE is a checkout of MindSpeed-LLM or ModelLink as for `by_hand`, or one of Megatron-LM. DIR has
-transformers, peft and what both import (`pip install --target`), for QLoRA bitsandbytes, too; the tests need
-neither. A base model is trained first, by the same checkout; each job begins from it, by `posttrain_gpt.py`,
-or by `pretrain_gpt.py` of ModelLink, or of Megatron-LM with `--sft`. Prints a row for each check, which
-benchmarks/results/by_hand.md sums up. The reference is plain torchrun, which has saved every
-step. The exit code is 1 if a check has failed.
+TREE is a checkout of MindSpeed-LLM or ModelLink as for `by_hand`, or of Megatron-LM. DIR has transformers,
+peft and their dependencies (`pip install --target`), and for QLoRA bitsandbytes; the suite needs none of
+them. The checkout first trains a base model, from which each job begins, by `posttrain_gpt.py`, or by
+`pretrain_gpt.py` of ModelLink, or of Megatron-LM with `--sft`. The script prints a row for each check;
+benchmarks/results/by_hand.md sums the rows up. The reference is a job under plain torchrun that has saved
+every step. The exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ RESTARTED = "started again from step {} by itself, trained to the end, bitwise"
 
 @dataclass(frozen=True)
 class Check:
-    """What is done to a layout.
+    """A fault in a tuning job, and its expected outcome.
 
-    way       of tuning, in words
-    options   of the script for it
-    step      the one that has to be saved, None where nothing breaks
-    refused   what the line says, where the job is refused
-    prepared  options of the framework's preprocessing
-    but       the one place in which last words may differ, and what it is
-    resumes   whether plain torchrun can go on from last words
-    online    the job is recovered online, without a restart
-    quantized the base has 4-bit weights
+    Attributes:
+        way: the way of tuning, as text.
+        options: options of the script for it.
+        step: the step that must be saved; None: there is no fault.
+        refused: the line of a refused job.
+        prepared: options of the framework's preprocessing.
+        but: the only place in which last words may differ, with an explanation.
+        resumes: whether plain torchrun can resume from last words.
+        online: whether the job is recovered online, without a restart.
+        quantized: whether the base has 4-bit weights.
     """
 
     way: str
@@ -80,8 +81,8 @@ class Check:
 
 
 def dies(way: str, layout: Layout, options: tuple[str, ...], rank: int, step: int, phase: str) -> Check:
-    """A rank is killed; the step before is saved, unless every rank has come to the update."""
-    words = {
+    """Return a check with a killed rank that saves the step before, unless all have reached the update."""
+    places = {
         "norm": "before the gradient norm of",
         "backward": "backward of",
         "update": "in the update of",
@@ -90,7 +91,7 @@ def dies(way: str, layout: Layout, options: tuple[str, ...], rank: int, step: in
         way,
         layout,
         options,
-        f"SIGKILL of rank {rank}, {words[phase]} step {step}",
+        f"SIGKILL of rank {rank}, {places[phase]} step {step}",
         f"rank={rank},step={step},phase={phase},kind=sigkill",
         step - (phase != "update"),
     )
@@ -113,13 +114,13 @@ def online(check: Check) -> Check:
 
 
 def _recovers(check: Check, job: Job, checkpoints: Path, expected: dict[int, list[record.Line]]) -> str:
-    """Run the job: it trains on without a restart, and records and checkpoints are those of the reference."""
+    """Assert that the job trains on without a restart, with the reference's records and checkpoints."""
     assert job.save is not None
     ended = harness.run(replace(job, restarts=1, environment={"TTP_ONLINE": "60"}))
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log, ended.log[-3000:]
     assert outcome.steps_in(job.save) == [check.step, ITERATIONS]
-    # A rank that was killed when all had finished the step has not recorded it.
+    # A rank that was killed after the step has not recorded it.
     outcome.assert_same_training(ended, expected, steps=set(range(1, ITERATIONS + 1)) - {check.step})
     names = [f"iter_{step:07d}" for step in (check.step, ITERATIONS)]
     found = [line for name in names for line in differences(job.save / name, checkpoints / name)]
@@ -134,17 +135,17 @@ def quantized(check: Check) -> Check:
     return replace(check, quantized=True)
 
 
-# Experts are tuned with this dispatcher alone.
+# Experts can be tuned only with this dispatcher.
 _EXPERTS = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall_seq")
 MOE_DP2 = Layout("moe-dp2", 2, extra=_EXPERTS)
 MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-size", "2"))
-# Each sample in its own length, those of a batch padded to the longest.
+# Samples have different lengths; those of a batch are padded to the longest.
 VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
 PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
 NEAT = (*PACKED, "--neat-pack")
 # Activations of less than 1 MiB are not swapped.
 SWAPPED = (*SFT, "--swap-attention", "--micro-batch-size", "64", "--global-batch-size", "128")
-# Without dropout: the framework makes the reference model after it has loaded the random states.
+# Without dropout: the framework builds the reference model after it has loaded the random states.
 STILL = ("--hidden-dropout", "0", "--attention-dropout", "0")
 DPO_ALONE = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", *STILL)
 DPO = (*DPO_ALONE, "--ref-model", BASE)
@@ -152,7 +153,7 @@ PAIRS = ("--handler-name", "AlpacaStylePairwiseHandler")
 
 
 def packed(check: Check) -> Check:
-    # The framework counts what attention computes for these lengths.
+    # The framework counts the operations of attention for these lengths.
     counted = ("/num_floating_point_operations_so_far: ", "the count of floating-point operations")
     return replace(check, prepared=("--pack",), but=counted)
 
@@ -230,14 +231,14 @@ MEGATRON = {
 
 
 class Bench:
-    """The checks on one tree."""
+    """Runs the checks on one tree."""
 
     def __init__(self, tree: Path, packages: Path, out: Path, name: str) -> None:
         self._tree, self._packages, self._out, self._name = tree, packages, out, name
         self._megatron = script(tree) is None
 
     def check(self, check: Check, name: str) -> bool:
-        """Run one check and print its row; what went wrong goes to stderr."""
+        """Run one check and print its row; errors go to stderr."""
         replica = check.layout.replica
         try:
             replica, result = self._run(check, name)
@@ -254,7 +255,7 @@ class Bench:
         return result != "**failed**"
 
     def _run(self, check: Check, name: str) -> tuple[str, str]:
-        """Which replicas the job had, and its outcome."""
+        """Return the replicas of the job, and its outcome."""
         layout = replace(check.layout, instances=self._megatron)
         tuning = self._program(check, self._base(layout, check.quantized))
         out = self._out / name
@@ -278,7 +279,7 @@ class Bench:
         return replica, self._judge(check, ended, self._reference(check, layout, tuning), tuning)
 
     def _program(self, check: Check | None = None, base: Path | None = None) -> Program:
-        """What tunes `base` as the check says; without both, what trains a base."""
+        """Return the program that tunes `base` as the check says; without both, that trains a base model."""
         given = (self._tree, self._packages, self._out / "data", base)
         if self._megatron:
             return MegatronSft(*given)
@@ -319,11 +320,11 @@ class Bench:
         return SAVED.format(check.step) + but
 
     def _reference(self, check: Check, layout: Layout, tuning: Program) -> Path:
-        """The same under plain torchrun, undisturbed; it saves every step."""
+        """Return the folder of the same job under plain torchrun, undisturbed; it saves every step."""
         return self._train(f"{check.way}-{layout.name}".replace(" ", "-"), layout, tuning, 1)
 
     def _base(self, layout: Layout, with_4_bits: bool = False) -> Path:
-        """The model that jobs of this layout begin from."""
+        """Return the model from which jobs of this layout begin."""
         base = self._train(f"base-{layout.name}", layout, self._program(), ITERATIONS) / "save"
         return quantize(base, self._tree, self._packages) if with_4_bits else base
 

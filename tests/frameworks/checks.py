@@ -1,4 +1,4 @@
-"""What `by_hand` does to a checkout: layouts, faults, and what has to come of them."""
+"""The checks of `by_hand`: layouts, faults, and their expected outcomes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.faults.scenario import Baseline
 
 @dataclass(frozen=True)
 class Check:
-    """What is done to a layout, and what has to come of it.
+    """A fault in a layout, and its expected outcome.
 
-    nodes  how many agents; several are in network namespaces
+    Attributes:
+        nodes: the number of agents; several are in network namespaces.
     """
 
     layout: Layout
@@ -59,7 +60,7 @@ def restarts(step: int) -> Callable[[Job, Baseline], Ended]:
 
 
 def recovers(job: Job, baseline: Baseline) -> Ended:
-    """It trains on without a restart; records, log and last checkpoint are those of the baseline."""
+    """Assert that a job trains on without a restart, with the baseline's records, log and last checkpoint."""
     assert job.save is not None
     # A rank that hangs is noticed by its standing still.
     ended = harness.run(replace(job, options=("--ttp-online", "60", "--ttp-hang", "10")))
@@ -75,7 +76,7 @@ def recovers(job: Job, baseline: Baseline) -> Ended:
 
 
 def copies(step: int) -> Callable[[Job, Baseline], Ended]:
-    """It goes on from copies in host memory, of which the checkpoint is what the framework saves."""
+    """Assert that a job goes on from copies in host memory, and that their checkpoint is the framework's."""
 
     def copies(job: Job, baseline: Baseline) -> Ended:
         assert job.save is not None

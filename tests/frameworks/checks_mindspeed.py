@@ -1,4 +1,4 @@
-"""What `by_hand` does to a checkout with MindSpeed: MindSpeed-LLM, or ModelLink 1.2."""
+"""The checks of `by_hand` for a checkout with MindSpeed: MindSpeed-LLM, or ModelLink 1.2."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def dies(layout: Layout, rank: int, phase: str, saved: int, nodes: int = 1) -> C
 
 
 def _breaks_off(layout: Layout) -> Check:
-    """Half an update is undone from the local copy: the other holder is gone."""
+    """Return a check that undoes an interrupted update by the local copy: the other holder is gone."""
     return Check(
         layout,
         "exception of rank 0 in the update of step 6, SIGKILL of rank 1",

@@ -1,7 +1,7 @@
-"""The command and the arguments with which a tiny Llama is trained by ModelLink at commit af1347.
+"""The command and the arguments with which ModelLink at commit af1347 trains a tiny Llama.
 
-Its own `pretrain_llama.py`, on a corpus of random tokens that is written here, with the stand-ins of
-tests/standins for what only an Ascend machine has.
+The script is ModelLink's own `pretrain_llama.py`, on a corpus of random tokens, with the stand-ins of
+tests/standins for the parts of an Ascend machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRECISIONS = {
 
 
 def corpus(folder: Path) -> tuple[Path, Path]:
-    """Writes random tokens and a tokenizer below `folder`: the data's prefix, and the tokenizer's folder."""
+    """Write random tokens and a tokenizer below `folder`: the data's prefix, and the tokenizer's folder."""
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True)
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
@@ -67,7 +67,7 @@ def tiny_llama(
     distributed_optimizer: bool = True,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Arguments of `pretrain_llama.py`: 2 layers, hidden 64, two micro-batches on each data-parallel rank."""
+    """Return arguments of `pretrain_llama.py`: 2 layers, hidden 64, two micro-batches on each rank."""
     prefix, tokenizer = data
     args = [*shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
     args += ["--global-batch-size", str(2 * processes // (tp * pp))]
@@ -85,9 +85,9 @@ def tiny_llama(
 
 
 def environment(tree: Path, **more: str) -> dict[str, str]:
-    """What the framework needs besides: the checkout and the stand-ins on the path, and its own old pickles.
+    """Return the framework's variables: paths of checkout and stand-ins, permission for old pickles.
 
-    And no torch.jit.script, which takes none of the device's stand-ins for functions of torch.
+    torch.jit.script is off: it cannot compile the stand-ins for torch's functions.
     """
     path = [str(STANDINS), str(STANDINS / "hugging_face"), str(tree), os.environ.get("PYTHONPATH", "")]
     return {

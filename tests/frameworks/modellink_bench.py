@@ -1,8 +1,8 @@
-"""Runs a check on a framework of ModelLink's shape, and judges what came of it.
+"""Runs checks on a framework of ModelLink's kind, and judges the outcomes.
 
-The framework's own resume loses the low bits of the main params, so what goes on from last words is compared
-with what goes on from the framework's own checkpoint of that step. With `split` the gradients are summed in
-another order than without; there the reference is a job with the adaptor that nothing disturbs.
+The framework's own resume loses the low bits of the main params. Therefore a run resumed from last words is
+compared with a run resumed from the framework's own checkpoint of that step. With `split` the gradients are
+summed in another order than without; there the reference is an undisturbed job with the adaptor.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _Records = dict[int, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Check:
-    """What is done to a layout, and what has to come of it.
+    """A fault in a layout, and its expected outcome.
 
-    spec   the faults for the harness, with blanks between them
-    step   the one that has to be saved; None: nothing breaks, or nothing is saved
-    load   the step of a checkpoint of plain torchrun from which the job begins
-    last   what the last line of a job says that saves nothing
-    online TTP_ONLINE is on: without a `step` to be saved, all go on from the fault without a restart; else
-           the job says at its start that it will not
-    spares with `online`: processes that wait to take the place of another
-    saves  with `online`: `--save-interval`
+    Attributes:
+        spec: faults for the harness, separated by blanks.
+        step: the step that must be saved; None: there is no fault, or nothing is saved.
+        load: the step of a checkpoint of plain torchrun from which the job begins.
+        last: the last line of a job that saves nothing.
+        online: whether TTP_ONLINE is on. Without `step` the job must recover without a restart; with `step`
+            it must say at its start that it cannot recover online.
+        spares: with `online`: the number of spare processes.
+        saves: with `online`: value of `--save-interval`.
     """
 
     layout: Layout
@@ -63,13 +64,13 @@ class Check:
 
 
 class Bench:
-    """The checks on one framework of ModelLink's shape, whose jobs run below `out`."""
+    """Runs the checks on one framework, whose jobs run below `out`."""
 
     def __init__(self, program: Program, out: Path, name: str = "") -> None:
         self._program, self._out, self._name = program, out, name
 
     def check(self, check: Check, name: str) -> bool:
-        """Run one check and print its row; what went wrong goes to stderr."""
+        """Run one check and print its row; errors go to stderr."""
         layout = check.layout
         replica = layout.replica
         try:
@@ -90,7 +91,7 @@ class Bench:
         return result != "**failed**"
 
     def run(self, check: Check, name: str) -> tuple[str, str]:
-        """Which replicas the job had, and its outcome. Raises AssertionError where it is another one."""
+        """Return the replicas of the job, and its outcome. Raises AssertionError for another outcome."""
         layout = check.layout
         out = self._out / name
         shutil.rmtree(out, ignore_errors=True)
@@ -151,10 +152,10 @@ class Bench:
         return RECOVERED
 
     def _reference(self, layout: Layout, split: bool, load: int | None = None) -> Path:
-        """A job that nothing disturbs, without the adaptor where it can be compared; it saves every step.
+        """Return the folder of an undisturbed job that saves every step, without the adaptor if comparable.
 
         Args:
-            load: the step of plain torchrun's checkpoint that it goes on from.
+            load: the step of plain torchrun's checkpoint from which it resumes.
         """
         begin = "" if load is None else f"-from-{load}"
         out = self._out / "references" / f"{layout.name}{begin}{SPLIT if split else ''}"
@@ -270,13 +271,13 @@ def _figures(records: _Records, steps: range) -> dict[tuple[int, int], tuple[Any
 
 
 def _same(ours: _Records, theirs: _Records, steps: range) -> None:
-    """Both have recorded these steps, with the same losses and norms, bit for bit."""
+    """Assert that both have recorded these steps with the same losses and norms, bit for bit."""
     assert len(_figures(theirs, steps)) == len(theirs) * len(steps)
     assert _figures(ours, steps) == _figures(theirs, steps)
 
 
 def _close(ours: _Records, theirs: _Records, steps: range) -> None:
-    """Both have recorded these steps, and the losses of the first are the same, bit for bit."""
+    """Assert equal records of these steps: the first losses bit for bit, other figures within 0.1 %."""
     for (rank, step), (losses, norm, zeros, _) in _figures(theirs, steps).items():
         own_losses, own_norm, own_zeros, _ = _figures(ours, steps)[rank, step]
         assert step > steps[0] or own_losses == losses

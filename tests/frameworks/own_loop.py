@@ -1,7 +1,7 @@
-"""Runs a script of Megatron-LM with the loop of another framework: `own_loop.py pretrain_gpt.py args...`.
+"""Runs a script of Megatron-LM in a copied loop: `own_loop.py pretrain_gpt.py args...`.
 
-As FlagScale has it: the loop is a copy of Megatron-LM's under another name; arguments, checkpoints and the
-step itself are those of Megatron-LM.
+As in FlagScale, the loop is a copy of Megatron-LM's under another name; arguments, checkpoints and the step
+itself are Megatron-LM's.
 """
 
 from __future__ import annotations

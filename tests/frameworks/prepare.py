@@ -1,13 +1,12 @@
 """Puts the frameworks that the tests train with into a cache: `python tests/frameworks/prepare.py`.
 
-- Megatron-LM 0.15.0rc5 as NVIDIA published it. Only its core is on PyPI, but the wheel of flag-scale holds
-  the whole tree with FlagScale's changes applied, and these changes as patches: undoing them gives the
-  original back.
+- Megatron-LM 0.15.0rc5 as NVIDIA published it. PyPI has only its core, but the wheel of flag-scale contains
+  the whole tree with FlagScale's changes, and these changes as patches: undoing them restores the original.
 - megatron-core 0.16.1, from PyPI.
 
-What is there already is kept. Each part is made in a temporary directory and renamed, so an interrupted run
-leaves nothing half made. The last two lines printed are the two paths; all else is progress. Needs `patch`,
-`make` and g++.
+Existing parts are kept. Each part is made in a temporary directory and renamed, so an interrupted run leaves
+nothing half made. The last two lines of the output are the two paths; the lines before show the progress.
+Needs `patch`, `make` and g++.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ PATCHES = "flag_scale/flagscale/backends/Megatron-LM/"
 
 
 class NotPreparedError(Exception):
-    """Something is missing or has failed; one line that says what."""
+    """A part is missing or has failed; the message is one line that names it."""
 
 
 def megatron_lm(cache: Path = CACHE) -> Path:
-    """The root of the Megatron-LM tree, where `pretrain_gpt.py` is. Raises NotPreparedError."""
+    """Return the root of the Megatron-LM tree with `pretrain_gpt.py`. Raises NotPreparedError."""
     return _existing(cache / "megatron-lm")
 
 
 def megatron_core(cache: Path = CACHE) -> Path:
-    """The directory to put on PYTHONPATH for `megatron.core`. Raises NotPreparedError."""
+    """Return the directory of megatron-core for PYTHONPATH. Raises NotPreparedError."""
     return _existing(cache / f"megatron-core-{sys.implementation.cache_tag}")
 
 
@@ -57,7 +56,7 @@ def _say(line: str) -> None:
 
 
 def _run(command: Sequence[str | Path]) -> None:
-    """Run quietly; on failure the output, and NotPreparedError."""
+    """Run a command without output; if it fails, print its output and raise NotPreparedError."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         [str(word) for word in command],
@@ -80,7 +79,7 @@ def _pip(*words: str | Path) -> None:
 
 
 def _make(path: Path, what: str, fill: Callable[[Path], None]) -> Path:
-    """Have `fill` make the directory `path`, all of it or nothing."""
+    """Let `fill` make the directory `path` atomically."""
     if path.is_dir():
         _say(f"{what}: kept")
         return path
@@ -143,9 +142,10 @@ def build_helpers(tree: Path) -> None:
 
 
 def prepare(cache: Path) -> tuple[Path, Path]:
-    """Make what is missing below `cache`. Returns the paths of Megatron-LM and of megatron-core.
+    """Make the missing parts below `cache`; return the paths of Megatron-LM and of megatron-core.
 
-    Raises NotPreparedError.
+    Raises:
+        NotPreparedError: a part could not be made.
     """
     for program, package in {"patch": "patch", "make": "make", "g++": "g++"}.items():
         if shutil.which(program) is None:

@@ -1,4 +1,4 @@
-"""Eight weights, cut in two shards, and Adam for them; ranks 0, 2, ... and 1, 3, ... hold the same."""
+"""Eight weights in two shards, with an Adam; ranks 0, 2, ... and ranks 1, 3, ... hold the same shard."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ STEPS, WIDTH, SHARDS = 8, 8, 2
 
 
 def gradient(step: int, rank: int) -> torch.Tensor:
-    """Whole numbers: their sum over the ranks is the same in any order."""
+    """Return whole numbers, whose sum over the ranks is the same in any order."""
     return (torch.arange(WIDTH, dtype=torch.float64) * step + 3 * rank) % 7 - 3
 
 
 class Sharded(ReplicaOptimizer):
-    """Adam on this rank's shard, in float64: what is compared later is bitwise the same."""
+    """Adam on this rank's shard, in float64, so that results are bitwise the same."""
 
     def __init__(self, rank: int, loaded: dict[str, Any] | None) -> None:
         self.index = rank % SHARDS
@@ -47,7 +47,7 @@ class Sharded(ReplicaOptimizer):
 
 
 def reference() -> dict[int, torch.Tensor]:
-    """The weights after each step of four ranks that never fail."""
+    """Return the weights after each step of four ranks without faults."""
     optimizer = [Sharded(rank, None) for rank in range(SHARDS)]
     after = {}
     for step in range(1, STEPS + 1):

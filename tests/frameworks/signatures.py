@@ -1,9 +1,9 @@
-"""Records the signatures that the patches meet: `python -m tests.frameworks.signatures NAME TREE/script.py`.
+"""Records the signatures of patched functions: `python -m tests.frameworks.signatures NAME TREE/script.py`.
 
-Prints what tests/patches/signatures holds, below what the framework has to say: names and parameters of the
-functions that are patched, as the framework of the script defines them (`found`), and of what its own patch
-manager replaces them by (`replaced`); and modules that it lacks, with which other functions came (`lacks`).
-Nothing is trained; the environment is that of `by_hand`.
+The output belongs into tests/patches/signatures; the framework's own output precedes it. `found` has the
+names and parameters of the functions that are patched, as the script's framework defines them; `replaced`
+those of the functions by which the framework's own patch manager replaces them; `lacks` the modules that this
+version does not have. Nothing is trained. The environment is that of `by_hand`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _replaced(found: dict[str, str]) -> dict[str, str]:
 
 
 def _manager() -> Mapping[str, Any]:
-    """The entries of the framework's own patch manager, by what they patch."""
+    """Return the entries of the framework's own patch manager, by the patched function."""
     for module, manager, entries in MANAGERS:
         with contextlib.suppress(ModuleNotFoundError):
             return cast(

@@ -1,7 +1,7 @@
-"""Megatron-LM's pretrain_gpt.py on a data loader of its own, whose state is saved (--dataloader-save).
+"""Runs Megatron-LM's pretrain_gpt.py with a data loader whose state is saved (--dataloader-save).
 
 The loader is like that of the framework's multimodal example: it reads on the first tensor-parallel rank, has
-`save_state`, and begins where the file of `--dataloader-save` for the loaded step says.
+`save_state`, and begins at the state in the `--dataloader-save` file of the loaded step.
 """
 
 from __future__ import annotations

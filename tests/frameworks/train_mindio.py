@@ -1,12 +1,12 @@
-"""A training loop in plain torch that was adapted to MindIO TTP by hand, in the older form or the newer one.
+"""A training loop in plain torch, adapted to MindIO TTP by hand, in the older form or the newer one.
 
     train_mindio.py --save FOLDER --form older|newer [--local-copy] [--blocks]
                     [--fault RANK:STEP:WHERE:KIND ...]
 
-Of a fault, WHERE is `backward`, `reduced`, `window` (in the update), `ended` (after it), `barrier` (that of
-the engine, passed), `save` (in the save handler) or `rename`; KIND is `sigkill`, `exception`, `stall`, or
-`break`: an exception once the rank that is to be killed is dead. With --blocks a collective in which a rank
-is gone never returns, as over HCCL. What the handlers are called with is written to FOLDER/calls.
+WHERE is `backward`, `reduced`, `window` (in the update), `ended` (after it), `barrier` (after the engine's
+barrier), `save` (in the save handler) or `rename`. KIND is `sigkill`, `exception`, `stall`, or `break`: an
+exception once the rank to be killed is dead. With --blocks a collective with a lost rank never returns, as
+over HCCL. The calls of the handlers are written to FOLDER/calls.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Training:
             ttp.tft_end_updating_os(self.iteration + 1)
 
     def gather(self, step: int, label: int, ranks: list[int], live_step: int) -> None:
-        """Write `iter_{label}_tmp`, from the shards of `ranks`; the first of them writes."""
+        """Write `iter_{label}_tmp` from the shards of `ranks`; the first rank writes."""
         group = dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
         self.faults.reach("save", step)
         mine = self.optimizer.copied if live_step > step else self.optimizer.live()

@@ -1,7 +1,7 @@
 """The command, the data and the arguments with which MindSpeed-LLM's `posttrain_gpt.py` tunes a tiny GPT.
 
-Nothing stands in for peft and transformers here: both, and what they import, are in a folder of their own,
-which comes before the stand-ins for what only an Ascend machine has.
+peft, transformers and their dependencies are the real ones, in a folder that precedes the stand-ins for the
+parts of an Ascend machine.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _run(environment: dict[str, str], *words: object) -> None:
 
 
 def script(tree: Path) -> Path | None:
-    """Return what tunes in a checkout of MindSpeed-LLM or ModelLink; None in one of Megatron-LM."""
+    """Return the tuning script of a checkout of MindSpeed-LLM or ModelLink; None for Megatron-LM."""
     names = {"mindspeed_llm": "posttrain_gpt.py", "modellink": "pretrain_gpt.py"}
     return next((tree / name for package, name in names.items() if (tree / package).is_dir()), None)
 
@@ -112,14 +112,14 @@ def quantize(base: Path, tree: Path, packages: Path) -> Path:
 
 
 class Tuning:
-    """A `Program` of the harness: a job begins from a base model, and goes on from what it has saved.
+    """A `Program` of the harness: a job begins from a base model, and resumes from its own saves.
 
     Args:
-        tree: a checkout of MindSpeed-LLM with `megatron` and `mindspeed` in it.
+        tree: a checkout of MindSpeed-LLM with `megatron` and `mindspeed`.
         packages: the folder with peft and transformers.
-        work: for data and tokenizer.
-        base: of the model to tune; None: it is trained from nothing.
-        options: of the script, for the way of tuning.
+        work: the folder of data and tokenizer.
+        base: the model to tune; None: train from nothing.
+        options: options of the script for the way of tuning.
         prepared: options of the framework's preprocessing.
     """
 
