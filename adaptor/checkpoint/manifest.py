@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, NoReturn
 
 import msgspec
+import xxhash
 
 from adaptor.checkpoint import disk, hashing
 from adaptor.errors import CheckpointError
@@ -80,7 +81,16 @@ class Manifest:
             body["part"] = True
         if self.state is not None:
             body["state"] = msgspec.to_builtins(self.state)
+        body[_OWN_CHECKSUM] = _checksum(body)
         return (json.dumps(body, indent=1) + "\n").encode()
+
+
+# The key of the checksum of all other content: a damaged name of an optional key would not be noticed.
+_OWN_CHECKSUM = "xxh3_128"
+
+
+def _checksum(body: Mapping[str, object]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(body).encode()))
 
 
 def _described(file: FileEntry) -> dict[str, object]:
@@ -153,6 +163,9 @@ def decode(text: bytes, path: str) -> Manifest:
             for name, described_file in body.files.items()
         )
         require_inside(files)
+        own_checksum = parsed_body.pop(_OWN_CHECKSUM, None)
+        if own_checksum not in (None, _checksum(parsed_body)):  # None: of an earlier version
+            raise CheckpointError(f"{path}: was changed after it was written: its own checksum differs")
     # RecursionError: thousands of brackets.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a manifest ({error})") from error

@@ -74,12 +74,18 @@ def tensors_of(path: Path) -> Mapping[str, str]:
 
 
 def complete_notes(folder: Path, files: list[Path]) -> None:
-    """Hash the files of a save in `folder` without a note, unless they are large. Raises OSError.
+    """Hash the files of a save in `folder` without a note, unless they are large.
 
-    Only files of a process that the adaptor cannot look into are large and without a note.
+    Only files of a process that the adaptor cannot look into are large and without a note. Raises OSError,
+    and CheckpointError if a file has fewer bytes than were written.
     """
     for path in files:
         state = path.stat()
+        written = _read_note(path)
+        if written is not None and written.bytes > state.st_size:
+            raise CheckpointError(
+                f"{path}: has {state.st_size} bytes, and {written.bytes} were written: it was cut off"
+            )
         note = _read_note(path, state)
         if state.st_size <= _SMALL and (note is None or note.bytes != state.st_size):
             hash_and_leave(folder, path)
@@ -145,10 +151,10 @@ def _is_newer(written: Path, state: os.stat_result) -> bool:
         return False
 
 
-def _read_note(path: Path, state: os.stat_result) -> _ChecksumNote | None:
+def _read_note(path: Path, state: os.stat_result | None = None) -> _ChecksumNote | None:
     """Return the note of the file with this state; None for a note of an earlier file of the same name."""
     note = path.with_name(f"{path.name}{_SUFFIX}")
-    if not _is_newer(note, state):
+    if state is not None and not _is_newer(note, state):
         return None
     try:
         text = disk.read(note, _LARGEST_NOTE)

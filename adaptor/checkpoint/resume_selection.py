@@ -24,6 +24,7 @@ import platform
 import zipfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -225,8 +226,10 @@ def judge(
     )
     is_saved_to = load_folder.resolve() == save_folder.resolve()
     if not examined.problems:
-        if named is not None and chosen is None and examined.on_another_disk:
-            yield from _agree(Agreed(named, may_change=is_saved_to))
+        if named is not None and chosen is None:
+            _tell_of_later(load_folder, named)
+            if examined.on_another_disk:
+                yield from _agree(Agreed(named, may_change=is_saved_to))
         return named is not None
     if examined.sees_another and (chosen is not None or not is_saved_to):
         raise ResumeError(f"{examined.words}; {COPIES}")
@@ -380,6 +383,16 @@ def _of_tracker(load_folder: Path) -> list[str]:
         f" which is saved beside it; write {own_steps[-1]} into the file to go on from there"
     )
     return []
+
+
+def _tell_of_later(load_folder: Path, named: int) -> None:
+    """Print a line about a checkpoint later than the step of the tracker, which a user may have chosen."""
+    newest = max(filter(partial(tracker.has_manifest, load_folder), tracker.steps(load_folder)), default=0)
+    if newest > named:
+        _say(
+            f"{load_folder / naming.TRACKER} says {named}: training goes on from step {named}, not from step"
+            f" {newest}, which is saved beside it; write {newest} into the file to go on from there"
+        )
 
 
 def _tell_ignored(load_folder: Path) -> None:

@@ -283,16 +283,18 @@ def described(agreed: AgreedState | None) -> str:
     if agreed is None:
         return NONE
     holders = [shard.holders for group in agreed.groups.values() for shard in group.shards]
-    ranks = sorted({rank for ranks in holders for rank in ranks})
+    alone = [ranks for ranks in holders if len(ranks) < 2]
+    ranks = sorted({rank for ranks in alone or holders for rank in ranks})
     fewest = min(map(len, holders), default=0)
     shards = f"{len(holders)} shard{'s' if len(holders) != 1 else ''}"
     names = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" ..." if len(ranks) > _MOST_RANKS else "")
-    holder_words = "its one holder" if fewest == 1 else f"{fewest} or more holders"
-    omitted = f"; not compared when it was written: {', '.join(agreed.not_compared)}"
-    return (
-        f"as trained: step {agreed.step}, {shards}, each agreed by {holder_words} (ranks {names})"
-        f"{omitted if agreed.not_compared else ''}"
+    words = (
+        f"step {agreed.step}, {len(alone)} of {shards} not confirmed by a second holder"
+        if alone
+        else f"as trained: step {agreed.step}, {shards}, each agreed by {fewest} or more holders"
     )
+    omitted = f"; not compared when it was written: {', '.join(agreed.not_compared)}"
+    return f"{words} (ranks {names}){omitted if agreed.not_compared else ''}"
 
 
 _PART = ".state."

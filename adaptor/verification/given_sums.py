@@ -7,8 +7,10 @@ manifest.
 
 A drill in the running job (`hold`): could the state be saved now without some rank, bit for bit? Between two
 steps a rank counts as lost. The controller's own function plans last words without the rank, and the shards
-of the planned holders are compared, by their sums, with the shards in the memory of the lost rank. Nothing is
-written, and no tensor is sent: the connections and the disk of a dump are not tried.
+of the planned holders are compared, by their sums, with the shards in the memory of the lost rank. The sums
+are taken by the functions that read shards for last words, so a gathered state would prove no more about bits
+(docs/drills.md): in a folder that all nodes see no shard travels at all. The connections and the disk of a
+dump are not tried.
 """
 
 from __future__ import annotations

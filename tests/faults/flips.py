@@ -1,7 +1,9 @@
 """Flips bits in the memory of a training rank.
 
 Either a single bit stays flipped, or many changes are made at the doors of a job, each undone once the
-comparison of the holders has judged it.
+comparison of the holders has judged it. A change in a step without a comparison is made in a
+copy of the shards, which then makes the updates up to the comparison. A change of a pass is made while the
+rank repeats its first micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
 
 # Flips in this rank's shard: fp32 main params, moments, reduced gradients; in a mirror: its gradients; in the
 # model: weights, and the gradients of this rank alone.
@@ -45,10 +49,16 @@ def flip(kind: str, seed: int) -> None:
     words[drawn.randrange(words.numel())] ^= 1 << drawn.randrange(8 * tensor.element_size() - 1)
 
 
-def _optimizers(trainee: Any, *, copies: bool) -> Iterator[Any]:
+def _held(trainee: Any) -> list[Any]:
     from adaptor.checkpoint import shards
 
-    for shard in shards.held_shards(trainee.state.optimizer, trainee.mirrors):
+    if isinstance(trainee, _Apart):
+        return trainee.held
+    return shards.held_shards(trainee.state.optimizer, trainee.mirrors)
+
+
+def _optimizers(trainee: Any, *, copies: bool) -> Iterator[Any]:
+    for shard in _held(trainee):
         if shard.is_copy == copies:
             yield shard.optimizer
 
@@ -85,6 +95,8 @@ _TENSORS: dict[str, Callable[[Any], Iterator[Any]]] = {
 # The variable that makes bits change at the door of each verified step: `COUNT:SEED:FILE`, the number of
 # changes of each rank, the seed, and the file of the results.
 INJECTIONS = "TTP_TEST_INJECTIONS"
+# The variable with which saves write something else than the state in memory (`hooks`).
+LYING = "TTP_TEST_LYING_SAVES"
 # Kinds of change by place. "at rest": between the checksums of the update and those at the door.
 CHANGES = {
     "main at rest": "flip-main",
@@ -104,6 +116,24 @@ CHANGES = {
     "random state in a load": "random",
     "weight in a save": "flip-weight",
 }
+# A change in a step without a comparison, up to three steps before the comparison (TTP_VERIFY_EVERY=4).
+UNVERIFIED = ", in a step without a comparison"
+_MOST_LATER = 3
+CHANGES |= {
+    f"{kind}{UNVERIFIED}": change
+    for kind, change in CHANGES.items()
+    if kind.endswith((" at rest", " in the update", "gradient", " to a mirror"))
+}
+# Changes in passes of a micro-batch that another replica repeats (TTP_REPLAY_EVERY).
+_PASSES = {
+    "activation in a repeated forward pass": "flip-activation",
+    "gradient in a repeated backward pass": "flip-local-gradient",
+}
+# The change that the next repetition of a micro-batch makes: after its layers, or after its backward pass.
+in_forward: list[Callable[[], None]] = []
+in_backward: list[Callable[[], None]] = []
+# The verdict if later updates, or the pass, give the same bits with the change as without.
+_NO_TRACE = "no trace"
 PATTERNS = ("a bit", "2 to 8 bits of a word", "a bit of 4, 8 or 16 words in a row", "a bit of 2 to 16 words")
 
 
@@ -176,6 +206,37 @@ class CountChange:
             self.counted["step"].fill_(count)
 
 
+class _Apart:
+    """Copies of the shards of a rank, with which updates are made apart from the job.
+
+    Args:
+        trainee: of the rank, at the door of an update: its gradients are in place.
+    """
+
+    def __init__(self, trainee: Any) -> None:
+        from adaptor.checkpoint.trainee import _Kept
+
+        self._live = _held(trainee)
+        self._copies = [_Kept(shard.optimizer) for shard in self._live]
+        self.held = [
+            dataclasses.replace(shard, optimizer=copied.optimizer)
+            for shard, copied in zip(self._live, self._copies, strict=True)
+        ]
+
+    def take(self) -> None:
+        """Copy state and gradients of the job."""
+        for shard, copied in zip(self._live, self._copies, strict=True):
+            copied.take()
+            for group in shard.optimizer.param_groups:
+                for param in group["params"]:
+                    copied.of(param).grad = None if param.grad is None else param.grad.detach().clone()
+
+    def update(self, count: int) -> None:
+        """Make `count` updates, all with the same gradients."""
+        for shard in self.held * count:
+            shard.optimizer.step()
+
+
 class _Door:
     """The changes of this rank at the door of one step, each with the verdict of the product."""
 
@@ -184,6 +245,7 @@ class _Door:
 
         self._check, self._trainee, self._drawn = check, trainee, drawn
         self._sums, self._weights = twin_check._sums_of_shards, twin_check._weights
+        self._apart = _Apart(trainee)
         self._held = lambda: dataclasses.replace(
             state_sums.held_by(trainee.state, (), trainee.shares, whole_weights=True),
             random=state_sums.random_key(self._random, trainee.random.place),
@@ -191,33 +253,56 @@ class _Door:
         self._random = dict(trainee.random.own())
         self.report = self._reported(check._updated)
         self.held = self._held()
+        self.later = [self._reported_later("", later) for later in range(1, _MOST_LATER + 1)]
 
     def _reported(self, updated: Any) -> Any:
         return self._check._report(self._trainee, updated, is_at_door=True)
 
-    def _tensors(self, kind: str) -> Iterable[Any]:
-        return [self._random["torch_rng_state"]] if kind == "random" else _TENSORS[kind](self._trainee)
+    def _reported_later(self, kind: str, later: int, change: Callable[[], None] = lambda: None) -> Any:
+        """The report of this rank at the comparison after `later` updates, with a change of the copies."""
+        from adaptor.verification.checksums import shard_sums
+        from adaptor.verification.verdict import ShardRecord
 
-    def ask(self, kind: str, pattern: str) -> tuple[str, str, str, Any] | None:
+        if not kind:
+            self._apart.take()
+        before = 1 if " in the update" in kind else 0
+        self._apart.update(before)
+        change()
+        self._apart.update(later - before)
+        sums = {shard.index: shard_sums(shard.optimizer) for shard in self._apart.held}
+        records = {self._check._labels[index]: ShardRecord(now, now, {}) for index, now in sums.items()}
+        return msgspec.structs.replace(self.report, shards=records)
+
+    def _tensors(self, kind: str, holder: Any) -> Iterable[Any]:
+        return [self._random["torch_rng_state"]] if kind == "random" else _TENSORS[kind](holder)
+
+    def ask(self, kind: str, pattern: str) -> tuple[str, str, str, int, Any] | None:
         """Make a change, let the product judge it, and undo it.
 
         Returns:
-            The change, its pattern, the dtype, and this rank's answer; None if there is nothing to change.
+            The change, its pattern, the dtype, the steps until the comparison, and the answer; None if
+            there is nothing to change.
         """
+        holder, later = self._trainee, 0
+        if kind.endswith(UNVERIFIED):
+            holder, later = self._apart, self._drawn.randint(1, _MOST_LATER)
+            holder.take()
         change: Change | CountChange | None
         if CHANGES[kind] == "updates":
-            change, pattern, bits = CountChange.draw(self._drawn, self._trainee), PATTERNS[0], "a number"
+            change, pattern, bits = CountChange.draw(self._drawn, holder), PATTERNS[0], "a number"
         else:
-            change = Change.draw(self._drawn, self._tensors(CHANGES[kind]), pattern)
+            change = Change.draw(self._drawn, self._tensors(CHANGES[kind], holder), pattern)
             bits = "" if change is None else f"{8 * change.words.element_size()} bits"
         if change is None:
             return None
+        if later:
+            return kind, pattern, bits, later, self._reported_later(kind, later, change)
         change()
         try:
             answer = self._answer(kind)
         finally:
             change()
-        return kind, pattern, bits, answer
+        return kind, pattern, bits, later, answer
 
     def _answer(self, kind: str) -> Any:
         place = kind.partition(" in ")[2]
@@ -272,19 +357,84 @@ def _change(check: Any, trainee: Any, count: int, seed: str, file: Path) -> None
     drawn = random.Random(f"{seed}-{check._step}-{rank}")
     door = _Door(check, trainee, drawn)
     asked = [door.ask(drawn.choice([*CHANGES]), drawn.choice(PATTERNS)) for _ in range(count)]
-    gathered = group.gather_all((door.report, door.held, list(filter(None, asked))), everyone)
+    gathered = group.gather_all(([door.report, *door.later], door.held, list(filter(None, asked))), everyone)
     if rank:
         return
-    reports = [report for report, _, _ in gathered]
+    # The reports of all ranks without a change, by the steps between change and comparison.
+    reports = [list(by_rank) for by_rank in zip(*(reports for reports, _, _ in gathered), strict=True)]
+    assert all(_is_agreed(check, by_rank) for by_rank in reports)
     held = [state for _, state, _ in gathered]
-    results: Counter[tuple[str, str, str, str]] = Counter()
+    results: _Results = Counter()
     for changed_rank, (_, _, answers) in enumerate(gathered):
-        for kind, pattern, dtype, answer in answers:
-            verdict = _verdict(check, kind, changed_rank, answer, reports, held)
-            results[kind, pattern, dtype, verdict] += 1
+        for kind, pattern, dtype, later, answer in answers:
+            verdict = _verdict(check, kind, changed_rank, answer, reports[later], held)
+            results[kind, pattern, dtype, later, verdict] += 1
+    _write(file, check._step, results)
+
+
+# How often a change, its pattern, its dtype, and the steps until the comparison had a verdict.
+_Results: TypeAlias = Counter[tuple[str, str, str, int, str]]
+
+
+def _write(file: Path, step: int, results: _Results) -> None:
     with file.open("a") as lines:
         for key, number in results.items():
-            lines.write(json.dumps([check._step, *key, number]) + "\n")
+            lines.write(json.dumps([step, *key, number]) + "\n")
+
+
+def in_passes(count: int, seed: str, file: Path) -> Callable[[Any, Any, Any, Any], Any]:
+    """Return a wrapper of `ReplayCheck.compare` that makes `count` changes in passes of the job."""
+
+    def changes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        _change_passes(*args, instance._step, count, seed, file)
+        return wrapped(*args, **kwargs)
+
+    return changes_before
+
+
+def _change_passes(
+    record: Any, repeat: Callable[[], str], step: int, count: int, seed: str, file: Path
+) -> None:
+    """Let all ranks repeat their own micro-batch, with a change on one rank."""
+    import torch.distributed as dist
+
+    from adaptor.replica import group
+    from adaptor.verification import replay_check
+    from adaptor.worker import runtime
+
+    everyone: Any = group.of_this_job()
+    trainee: Any = runtime.get().session.trainee
+    rank, drawn = dist.get_rank(everyone), random.Random(f"{seed}-{step}")
+    asked: list[list[Any]] = []
+    for _ in range(count):
+        kind, pattern = drawn.choice([*_PASSES]), drawn.choice(PATTERNS)
+        changed_rank, own_seed = drawn.randrange(dist.get_world_size(everyone)), drawn.random()
+        asked.append([kind, pattern, "", changed_rank])
+
+        def change(line: list[Any] = asked[-1], own_seed: float = own_seed) -> None:
+            tensors = _TENSORS[_PASSES[line[0]]](trainee)
+            drawn_change = Change.draw(random.Random(own_seed), tensors, line[1])
+            assert drawn_change is not None
+            line[2] = f"{8 * drawn_change.words.element_size()} bits"
+            drawn_change()
+
+        if rank == changed_rank:
+            (in_forward if "forward" in kind else in_backward).append(change)
+        asked[-1].append(repeat())
+    gathered = group.gather_all((record, asked), everyone)
+    if rank:
+        return
+    records = [own_record for own_record, _ in gathered]
+    assert not replay_check.differing(records)
+    results: _Results = Counter()
+    for number, (kind, pattern, _, changed_rank, _) in enumerate(asked):
+        dtype = gathered[changed_rank][1][number][2]
+        changed = [msgspec.structs.replace(own, own=answers[number][4]) for own, answers in gathered]
+        verdict = _NO_TRACE
+        if replay_check.differing(changed):
+            verdict = _says(replay_check.decide(changed, [own.own for own in records], step), changed_rank)
+        results[kind, pattern, dtype, 0, verdict] += 1
+    _write(file, step, results)
 
 
 def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], held: list[Any]) -> str:
@@ -302,13 +452,22 @@ def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], 
         named = all(line.endswith(f"on rank {rank}") for line in lines)
         return ("named" if named else "named wrongly") if lines else "missed"
     changed = [*reports[:rank], answer, *reports[rank + 1 :]]
+    if _is_agreed(check, changed):
+        return _NO_TRACE if answer == reports[rank] else "missed"
+    return _says(verdict.decide(changed, check._step, check._holders, check._models), rank)
+
+
+def _is_agreed(check: Any, reports: list[Any]) -> bool:
+    from adaptor.verification import verdict
+
     contributions = [
         verdict.contribution(report, number, check._holders, check._models)
-        for number, report in enumerate(changed)
+        for number, report in enumerate(reports)
     ]
-    if sum(contributions) % (1 << 64) == 0:
-        return "missed"
-    finding = verdict.decide(changed, check._step, check._holders, check._models)
+    return sum(contributions) % (1 << 64) == 0
+
+
+def _says(finding: Any, rank: int) -> str:
     if finding.named:
         return "named" if finding.named == (rank,) else "named wrongly"
     return "suspected" if rank in finding.suspects else "missed"

@@ -24,7 +24,7 @@ from adaptor.protocol import naming
 from tests import operator_files, waiting
 from tests.faults import leftovers, log_lines, warm
 from tests.faults.fault import SPARES, Fault
-from tests.faults.flips import INJECTIONS
+from tests.faults.flips import INJECTIONS, LYING
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
@@ -448,7 +448,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["--at", *job.device_fault] if job.device_fault else []
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
-    if job.faults or INJECTIONS in job.environment:
+    if job.faults or {INJECTIONS, LYING} & job.environment.keys():
         command += [str(INJECT), "--stamp", str(job.out / "stamps")]
         command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
     if job.script is not None:

@@ -41,8 +41,8 @@ class _HalfFile:
 
 
 Wrapper = Callable[[Any, Any, Any, Any], Any]
-# If this variable is set, each save in `torch_dist` writes the tensors of the first save.
-STALE = "TTP_TEST_STALE_SAVES"
+# What saves of these steps write with `flips.LYING`, in place of the state in memory.
+LIES = {2: "stale", 3: "nan", 4: "swapped", 5: "cut off", 6: "another step"}
 
 
 def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> None:
@@ -147,24 +147,79 @@ def install(injector: Injector) -> None:
         count, seed, file = os.environ[flips.INJECTIONS].split(":")
         changes = flips.at_doors(int(count), seed, Path(file))
         _wrap("adaptor.verification.twin_check", "TwinCheck.is_equal", changes)
-    if STALE in os.environ:
-        writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-        _wrap(writer, "FileSystemWriterAsync.prepare_write_data", _keep_first_tensors())
+        passes = flips.in_passes(int(count), seed, Path(file))
+        _wrap("adaptor.verification.replay_check", "ReplayCheck.compare", passes)
+        _wrap("adaptor.frameworks.megatron_replay", "_sum_of", _changes_before_the_sum)
+    if flips.LYING in os.environ:
+        liar, writer = _Liar(injector), "megatron.core.dist_checkpointing.strategies.filesystem_async"
+        _wrap(writer, "FileSystemWriterAsync.prepare_write_data", liar.plan)
+        _wrap(writer, "FileSystemWriterAsync.write_preloaded_data", liar.write)
+        _wrap("torch", "save", liar.save)
 
 
-def _keep_first_tensors() -> Wrapper:
-    """Return a wrapper that gives each writer of `torch_dist` the tensors of the first save."""
-    first: dict[Any, Any] = {}
+class _Liar:
+    """Lets a save of a step in `LIES` write something else; the others are as they should be."""
 
-    def keep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self._first: dict[Any, Any] = {}
+
+    def _changed(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
+        """Return what is written instead of these tensors, by name."""
+        lie = LIES.get(self._injector.step)
+        for name, tensor in tensors.items():
+            self._first.setdefault(name, tensor.detach().clone())
+        name = max(tensors, key=lambda name: tensors[name].numel())
+        largest = tensors[name].detach().clone()
+        if lie == "stale":
+            return {key: self._first[key] for key in tensors}
+        if lie == "nan":
+            largest.view(-1)[0] = float("nan")
+        elif lie == "swapped":
+            half = largest.numel() // 2
+            largest = largest.view(-1).roll(half).view_as(largest)
+        return {**tensors, name: largest}
+
+    def plan(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Give a writer of `torch_dist` other tensors than those of its plan."""
         planned = wrapped(*args, **kwargs)
-        instance.write_buckets = [
-            (path, key, (data, [(item, first.setdefault(item.index, value)) for item, value in tensors]))
-            for path, key, (data, tensors) in instance.write_buckets
-        ]
+        buckets = []
+        for path, key, (data, tensors) in instance.write_buckets:
+            items = {item.index: item for item, _ in tensors}
+            changed = self._changed({item.index: tensor for item, tensor in tensors}) if tensors else {}
+            buckets.append((path, key, (data, [(items[index], value) for index, value in changed.items()])))
+        instance.write_buckets = buckets
         return planned
 
-    return keep
+    def write(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Cut off a file of `torch_dist` in the process that has written it."""
+        result = wrapped(*args, **kwargs)
+        self._cut(str(kwargs["write_bucket"][0]))
+        return result
+
+    def save(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        content, target, *others = args
+        is_archive = isinstance(target, str) and isinstance(content, dict)
+        if is_archive and "iteration" in content and LIES.get(self._injector.step) == "another step":
+            content = {**content, "iteration": content["iteration"] - 1}
+        if is_archive and "buckets_coalesced" in content:
+            ((dtypes, tensors),) = content[0].items()
+            own = {key: value for key, value in tensors.items() if hasattr(value, "numel")}
+            content = {**content, 0: {dtypes: {**tensors, **self._changed(own)}}}
+        result = wrapped(content, target, *others, **kwargs)
+        if is_archive and "buckets_coalesced" in content:
+            self._cut(target)
+        return result
+
+    def _cut(self, path: str) -> None:
+        if LIES.get(self._injector.step) == "cut off":
+            os.truncate(path, Path(path).stat().st_size // 2)
+
+
+def _changes_before_the_sum(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    while flips.in_backward:
+        flips.in_backward.pop()()
+    return wrapped(*args, **kwargs)
 
 
 def _shorten_the_self_test(check: ModuleType) -> None:
@@ -218,6 +273,8 @@ def _layers(injector: Injector) -> Wrapper:
         flips.activations[:] = [hidden]
         if not injector.evaluating:
             injector.reach("activation")
+        while flips.in_forward:
+            flips.in_forward.pop()()
         flips.activations.clear()
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: injector.reach("backward"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import resource
@@ -14,6 +15,7 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
+from adaptor.verification.agreed_state import AgreedGroup, AgreedShard, AgreedState
 
 
 def _folder(path: Path, **files: bytes) -> Manifest:
@@ -61,6 +63,19 @@ def test_a_damaged_manifest_is_one_line(tmp_path: Path, text: str) -> None:
         manifest.read(tmp_path)
     assert "\n" not in str(caught.value)
     assert manifest.defects(tmp_path) == [str(caught.value)]
+
+
+def test_no_flipped_bit_of_a_manifest_changes_what_is_read() -> None:
+    shard = AgreedShard({"param": "0123"}, (0, 1))
+    state = AgreedState(12, {"mp_rank_00": AgreedGroup("abcd", [shard], 12, ("ff",))})
+    files = [FileEntry("a.pt", 5, None, xxh3_128_blocks="aa")]
+    written = Manifest.now(12, files, {}, 2, "first", state=state)
+    text = written.encode()
+    for place in range(8 * len(text)):
+        changed = bytearray(text)
+        changed[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(CheckpointError):
+            assert manifest.decode(bytes(changed), "a manifest") == written, changed[place // 8 - 10 :][:20]
 
 
 def test_a_missing_manifest_is_a_problem(tmp_path: Path) -> None:

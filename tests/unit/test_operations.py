@@ -882,6 +882,11 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ttp.main(["verify", str(tmp_path), "--step", "10"]) == 0
     line = "as trained: step 10, 2 shards, each agreed by 2 or more holders (ranks 0, 1, 2, 3)"
     assert f"  state       {line}" in capsys.readouterr().out
+    group.shards[0] = AgreedShard({"param": "0"}, (0,))
+    (newest / naming.MANIFEST).write_bytes(agreed.encode())
+    assert ttp.main(["verify", str(tmp_path), "--step", "10"]) == 0
+    line = "step 10, 1 of 2 shards not confirmed by a second holder (ranks 0)"
+    assert f"  state       {line}" in capsys.readouterr().out
     (newest / "a").write_bytes(b"c0ntent")
     assert ttp.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]

@@ -335,6 +335,13 @@ def test_a_converted_model_is_loaded_and_newer_checkpoints_are_named(root: Path)
     assert (root / naming.TRACKER).read_text() == "release\n"
 
 
+def test_a_tracker_that_names_an_older_step_is_obeyed_and_the_later_one_is_named(root: Path) -> None:
+    (root / naming.TRACKER).write_text(str(OLDER))
+    (line,) = resume(root).splitlines()
+    assert f"training goes on from step {OLDER}, not from step {NEWER}, which is saved beside it" in line
+    assert tracker.tracked_step(root) == OLDER
+
+
 def refused(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
     """Why; nothing has been changed, and the reason is one line."""
     before = content(root)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -252,10 +253,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
     assert tracker.tracked_step(tmp_path / "two") == 12
     # Another manifest of the same files: what is damaged is no copy of it.
     folder = tmp_path / "one" / naming.final_name(24)
-    text = (folder / naming.MANIFEST).read_text()
+    other = replace(manifest.read(folder), world_size=1)
     assert _store("push", url, tmp_path / "one") == 0
     assert (24, "complete") in _rows(url, capsys)
-    (folder / naming.MANIFEST).write_text(text.replace('"world_size": 0', '"world_size": 1'))
+    (folder / naming.MANIFEST).write_bytes(other.encode())
     _change(url, f"{where}/{naming.MANIFEST}", b"not JSON")
     assert _store("push", url, tmp_path / "one") == 0
     assert sorted(_rows(url, capsys)) == [(12, "complete"), (24, "complete"), (24, "damaged")]
@@ -388,8 +389,8 @@ def test_a_damaged_checkpoint_is_not_pushed(
         shutil.rmtree(tmp_path / "three", ignore_errors=True)
         shutil.copytree(tmp_path / "two", tmp_path / "three")
         folder = tmp_path / "three" / naming.final_name(12)
-        text = (folder / naming.MANIFEST).read_text()
-        (folder / naming.MANIFEST).write_text(text.replace("0f3a5c21", "another1"))
+        other = replace(manifest.read(folder), generation="another1")
+        (folder / naming.MANIFEST).write_bytes(other.encode())
         file = folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
