@@ -85,6 +85,7 @@ class Mirror:
         theirs: _ShardDescription = optimizer_state.decode(described, _ShardDescription)
         self.index = ring.previous
         self._pieces = theirs.pieces
+        self._order = _in_memory(pieces_of_owner)
         mirror_params = [
             [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
             for sizes in theirs.sizes
@@ -97,7 +98,10 @@ class Mirror:
         self._params = twin.params(self.optimizer)
         sizes = [param.numel() for param in self._params]
         self._inbox, grads = make_inbox(sum(sizes), device)
-        self._grads = torch.split(grads, sizes)
+        order = _in_memory(theirs.pieces)
+        in_memory = torch.split(grads, [sizes[number] for number in order])
+        by_number = dict(zip(order, in_memory, strict=True))
+        self._grads = [by_number[number] for number in range(len(sizes))]
         self._fill(theirs)
 
     @property
@@ -113,11 +117,12 @@ class Mirror:
         gradients = [gradient_of(param) for param in own_params]
         present = bytes(gradient is not None for gradient in gradients)
         update = _encoded(_Update(twin.scalars(self._owner), present))
-        own_grads = (
+        own_grads = [
             (torch.zeros_like(param) if gradient is None else gradient).to(self._inbox.device, torch.float32)
             for param, gradient in zip(own_params, gradients, strict=True)
-        )
-        taken = self._ring.swap_bytes(update, own_grads, self._inbox)
+        ]
+        in_memory = [own_grads[number] for number in self._order]
+        taken = self._ring.swap_bytes(update, in_memory, self._inbox)
         theirs: _Update = optimizer_state.decode(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
@@ -157,6 +162,14 @@ class Mirror:
             (part for tensor in tensors_of(self._owner) for part in pieces(tensor)),
             (part for tensor in landed for part in pieces(tensor)),
         )
+
+
+def _in_memory(places: Sequence[ParamPiece]) -> list[int]:
+    """Return the numbers of the params in the order of their places in the gradient buffers.
+
+    In this order the gradients of a bucket lie end to end (`ring.end_to_end`).
+    """
+    return sorted(range(len(places)), key=lambda number: msgspec.structs.astuple(places[number]))
 
 
 def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[ParamPiece]) -> _ShardDescription:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 CHUNK = 1 << 22
 # Where tensors must lie for a backend; any other takes those of the host.
 _DEVICES = {"nccl": "cuda", "hccl": "npu"}
-# Bytes that go ahead of tensors in the first message, their number in the first eight of it. What an update
-# needs besides gradients is shorter, up to some thousands of params: then it costs no message of its own.
+# Bytes of the message ahead of the tensors; the first eight have the number of bytes that are sent. An update
+# needs fewer besides gradients, up to some thousands of params.
 HEAD = 1 << 14
 _ELEMENT = 4  # bytes of a float32
 _LENGTH = 8
@@ -86,10 +86,11 @@ class Ring:
         return works
 
     def swap_bytes(self, outgoing: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
-        """Send and receive any number of bytes, with float32 tensors in the same messages.
+        """Send and receive any number of bytes, and float32 tensors.
 
         Args:
-            out: flat float32 tensors, all on the device of `inbox`.
+            out: flat float32 tensors, all on the device of `inbox`. Tensors that lie end to end are sent from
+                their memory.
             inbox: made by `make_inbox` for as many numbers as the other rank gives.
 
         Returns:
@@ -99,8 +100,11 @@ class Ring:
         start = len(outgoing).to_bytes(_LENGTH, "little") + outgoing[: HEAD - _LENGTH]
         head[: len(start)] = _as_tensor(start)
         # Bytes as numbers are moved and never computed with, so they stay what they are.
-        self.swap(chunks(chain([head.view(torch.float32).to(inbox.device)], out)), pieces(inbox))
-        theirs = inbox[: HEAD // _ELEMENT].cpu().view(torch.uint8).numpy()  # no copy on a CPU
+        their_head, tensors = inbox[: HEAD // _ELEMENT], inbox[HEAD // _ELEMENT :]
+        self.swap(
+            chain([head.view(torch.float32)], chunks(end_to_end(out))), chain([their_head], pieces(tensors))
+        )
+        theirs = their_head.cpu().view(torch.uint8).numpy()  # no copy on a CPU
         length = int.from_bytes(theirs[:_LENGTH].tobytes(), "little")
         remaining_bytes = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
         self.swap(pieces(_as_tensor(outgoing[HEAD - _LENGTH :])), pieces(remaining_bytes))
@@ -111,6 +115,27 @@ def make_inbox(elements: int, device: torch.device) -> tuple[torch.Tensor, torch
     """Return an inbox for `Ring.swap_bytes`, and its part for `elements` float32 numbers."""
     inbox = torch.zeros(HEAD // _ELEMENT + elements, dtype=torch.float32, device=device)
     return inbox, inbox[HEAD // _ELEMENT :]
+
+
+def end_to_end(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Join tensors of one type that lie end to end in one storage, without a copy; the others stay."""
+    first, count = None, 0
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        if first is not None and _follows(flat, first, count):
+            count += flat.numel()
+            continue
+        if first is not None:
+            yield first.as_strided((count,), (1,))
+        first, count = flat, flat.numel()
+    if first is not None:
+        yield first.as_strided((count,), (1,))
+
+
+def _follows(flat: torch.Tensor, first: torch.Tensor, count: int) -> bool:
+    """Return whether `flat` begins where `count` elements from the begin of `first` end."""
+    end = first.storage_offset() + count
+    return flat.storage_offset() == end and flat.untyped_storage()._cdata == first.untyped_storage()._cdata
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -74,11 +74,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # As in a gradient buffer of the framework: end to end, the last param first.
+    grads = torch.randn(sum(param.numel() for param in params)).split([p.numel() for p in params[::-1]])
+    for param, grad in zip(params[::-1], grads, strict=True):
+        param.grad = grad
     for group in optimizer.param_groups:
         group["lr"] = 1e-2 / (number + 1)
-        for index, param in enumerate(group["params"]):
-            # Now and then a param has no gradient.
-            param.grad = None if number == 2 and index == 0 else torch.randn(param.numel())
+        if number == 2 and group["params"]:  # now and then a param has no gradient
+            group["params"][0].grad = None
     if mirror is not None:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             mirror.exchange()
@@ -106,7 +110,7 @@ def main() -> None:
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    where = [ParamPiece(0, number % 2, number, number + param.numel()) for number, param in enumerate(params)]
+    where = [ParamPiece(0, number % 2, 9 - number, 9 - number + p.numel()) for number, p in enumerate(params)]
     mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
     compared = 0
     for number in range(8):

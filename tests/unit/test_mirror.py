@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptor.replica.ring import stride
+from adaptor.replica.ring import end_to_end, stride
 from tests.faults.warm import Warm
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,15 @@ def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_pat
     ]
     said = [process.communicate(timeout=120)[0] for process in ranks]
     assert [text.splitlines()[-1] for text in said] == ["compared 8"] * size, "\n".join(said)
+
+
+def test_tensors_that_lie_end_to_end_are_sent_from_their_memory() -> None:
+    memory, other = torch.arange(10.0), torch.ones(2)
+    first, second, _, third = memory.split([3, 2, 1, 4])
+    joined = list(end_to_end([first, second, third, other, memory[:0], first]))
+    assert [part.tolist() for part in joined] == [[0, 1, 2, 3, 4], [6, 7, 8, 9], [1, 1], [0, 1, 2]]
+    assert [part.data_ptr() for part in joined[:3]] == [part.data_ptr() for part in (first, third, other)]
+    assert list(end_to_end([])) == []
 
 
 @pytest.mark.parametrize(
