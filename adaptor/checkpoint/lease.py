@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Collection
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -120,6 +120,7 @@ class LeaseContent(Owner, frozen=True):
         generation: of the workers whose rank 0 has written the lease; "" if the agent has
         excluded: the agents of the generation without which the job goes on
         store: HOST:PORT of the rendezvous store, if the job has lost the store of its flags; otherwise ""
+        ended: the owner has ended; the file is for the other side of a cut network, which may go on
     """
 
     device: int = 0
@@ -128,6 +129,7 @@ class LeaseContent(Owner, frozen=True):
     generation: str = ""
     excluded: tuple[str, ...] = ()
     store: str = ""
+    ended: bool = False
 
     @classmethod
     def of_owner(
@@ -147,6 +149,7 @@ def go_on_without(
     *,
     has_lease: bool,
     store: str = "",
+    leaving: bool = False,
 ) -> None:
     """Note in the lease that the job goes on with `members` and without `lost`; `owner` gets the lease.
 
@@ -158,6 +161,7 @@ def go_on_without(
         has_lease: whether `owner` took the lease for the generation. Another agent gets the lease only if the
             lease shows that its node shares the folder.
         store: the new rendezvous store; "": it stays.
+        leaving: another agent of the job takes the lease next, and waits until `owner` releases it.
 
     Raises:
         CheckpointError: the other side goes on, or the node does not share the folder.
@@ -177,7 +181,8 @@ def go_on_without(
         if excluded:
             raise CheckpointError(f"the other side of a cut network goes on without {' and '.join(excluded)}")
         all_excluded = tuple(sorted({*written.excluded, *lost}))
-        _write(save_folder, LeaseContent.of_owner(owner, generation, all_excluded, store or written.store))
+        content = LeaseContent.of_owner(owner, generation, all_excluded, store or written.store)
+        _write(save_folder, msgspec.structs.replace(content, leaving=leaving))
 
 
 class StoreOfJob:
@@ -225,7 +230,7 @@ class _Seen(msgspec.Struct, frozen=True):
     def leaving(self) -> bool:
         """Return True if the job of the lease saves in the folder for the last time."""
         written = self.content
-        return written is not None and written.leaving
+        return written is not None and written.leaving and not written.ended
 
     def is_copied(self, save_folder: Path) -> bool:
         """Return True if the lease was written for another folder of this machine: it was copied."""
@@ -332,13 +337,25 @@ class Lease:
                 unchanged = unchanged + LOOK_S if seen_lease == previous else 0.0
         return seen_lease
 
+    def other_job(self) -> str:
+        """Return the name of another owner, for a person; "" if no other process has the lease."""
+        with contextlib.suppress(OSError):  # an error of the disk: the next look follows
+            seen_lease = _look(self._save_folder)
+            if seen_lease is not None and seen_lease.owner not in (None, self._owner):
+                assert seen_lease.owner is not None
+                return seen_lease.owner.words
+        return ""
+
     def leave(self) -> None:
         """Mark the lease as leaving, in a thread: the job saves for the last time, a restarted job waits."""
         with contextlib.suppress(RuntimeError):  # no thread is available: the restarted job is refused
             self._marker.start()
 
     def _mark(self) -> None:
-        with contextlib.suppress(OSError, CheckpointError):
+        with (
+            contextlib.suppress(OSError, CheckpointError),
+            locked(self._save_folder, patience_s=LOCK_PATIENCE_S),
+        ):
             seen_lease = _look(self._save_folder)
             if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
                 # The generation of the workers, which save for the last time: by it nodes see that they share
@@ -358,23 +375,32 @@ class Lease:
         """Free the lease for another job; a disk that hangs delays the call by some `RELEASE_S` at most.
 
         Args:
-            stays: the file stays, as that of a process that is gone: the other side of a cut network may take
-                it and go on.
+            stays: the file stays, as that of a process that has ended: the other side of a cut network may
+                take it and go on, and a later job takes it at once.
         """
         self._released.set()
         for thread in (self._thread, self._marker):
             if thread.is_alive():
                 thread.join(RELEASE_S)
-        if stays:
-            return
-        remover = threading.Thread(target=self._remove, name="ttp-lease-end", daemon=True)
-        remover.start()
-        remover.join(RELEASE_S)
+        end = self._note_end if stays else self._remove
+        ender = threading.Thread(target=end, name="ttp-lease-end", daemon=True)
+        ender.start()
+        ender.join(RELEASE_S)
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if self._is_ours():
                 (self._save_folder / naming.LEASE).unlink()
+
+    def _note_end(self) -> None:
+        with (
+            contextlib.suppress(OSError, CheckpointError),
+            locked(self._save_folder, patience_s=LOCK_PATIENCE_S),
+        ):
+            seen_lease = _look(self._save_folder)
+            content = seen_lease.content if seen_lease is not None else None
+            if content is not None and seen_lease is not None and seen_lease.owner == self._owner:
+                _write(self._save_folder, msgspec.structs.replace(content, ended=True))
 
     def _is_ours(self) -> bool:
         seen_lease = _look(self._save_folder)
@@ -423,15 +449,20 @@ def _is_there(save_folder: Path, seen_lease: _Seen) -> bool:
     """Return True if the owner of a lease is alive.
 
     The kernel knows whether a process of this machine lives. A lease of another machine is watched for
-    `STALE_S` seconds, and its owner is alive if the lease changes.
+    `STALE_S` seconds, and its owner is alive if the lease changes; not if its owner has noted its own end.
     """
-    owner = seen_lease.owner
+    owner, content = seen_lease.owner, seen_lease.content
+    if content is not None and content.ended:
+        return False
     lives = False if owner is None else owner.lives()
     if owner is None or lives is not None:
         # A copied lease from another machine is not refreshed, as noticed below; device numbers are local.
         return bool(lives) and not seen_lease.is_copied(save_folder)
+    until = datetime.now(timezone.utc) + timedelta(seconds=STALE_S)
     output.tell(
-        f"[ttp] {save_folder}: waiting up to {STALE_S:g} s for a sign of life of {owner.words}", to="stdout"
+        f"[ttp] {save_folder / naming.LEASE} names {owner.words}, which may still run there:"
+        f" waiting for a sign of life until {until:%H:%M:%S} UTC ({STALE_S:g} s)",
+        to="stdout",
     )
     # Looks are counted, not seconds: while the disk hangs for this machine, it may hang for the owner.
     remaining_looks = failures = round(STALE_S / LOOK_S)

@@ -106,8 +106,10 @@ class Controller:
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
         self._rendezvous_store: Endpoint | None = None
-        # The store of a spare node that has taken the place of node 0 in this generation; None: none has.
+        # The store of a spare node that has taken the place of node 0 in this generation; None: none has, or
+        # all agents had come there before this controller began.
         self.store_of_node_0: Endpoint | None = None
+        self._is_store_known = False  # to all agents
 
     def succeed(
         self,
@@ -144,7 +146,8 @@ class Controller:
         match message:
             case AgentHello(node=node):
                 takes_place = node in self.membership.expected and self.verdict is None
-                self.store_of_node_0 = message.store or self.store_of_node_0
+                if message.store is not None:
+                    self.store_of_node_0, self._is_store_known = message.store, False
                 if takes_place:
                     self.membership.regain(message)
                 elif node in self.membership.lost:
@@ -411,6 +414,7 @@ class Controller:
         """End the incident, because all ranks have joined; the next fault opens another incident."""
         recovered = recovered_of(incident, self._failures, self.membership)
         recovered = msgspec.structs.replace(recovered, store=self.store_of_node_0)
+        self._is_store_known = True
         self._recoveries.note(
             recovered.fault.key,
             recovered.step,
@@ -426,8 +430,10 @@ class Controller:
     def _conclude(self) -> Orders:
         assert self.incident is not None
         verdict = verdict_of(self.incident, self._failures, self.membership)
+        store = None if self._is_store_known else self.store_of_node_0
         if 0 in verdict.lost:
-            verdict = msgspec.structs.replace(verdict, store=self._rendezvous_store)
+            store = self._rendezvous_store
+        verdict = msgspec.structs.replace(verdict, store=store)
         self.verdict = self._recurrence.judge(verdict)
         return self._broadcast_verdict(self.incident.number)
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+import msgspec
+
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -91,6 +93,12 @@ class StandbyReplicator:
         self._hellos: dict[int, AgentHello] = {}
         self._layouts: dict[int, Layout] = {}
 
+    def succeed(self, standby_state: Iterable[StandbyState]) -> None:
+        """Keep the layouts that the lost controller has passed on: no agent repeats those of lost ranks."""
+        for message in standby_state:
+            if isinstance(message, Layout):
+                self._layouts[message.rank] = message
+
     def replicate(self, message: ToController) -> list[tuple[int, StandbyState]]:
         """Return the messages to pass on, each with its node, after the controller has received `message`."""
         match message:
@@ -159,6 +167,7 @@ class Succession:
         self.said: list[FromAgent] = []
         self._standby_state: dict[tuple[type, int], StandbyState] = {}
         self._endpoints: dict[int, Endpoint] = {}
+        self._heard_in: dict[int, int] = {}  # by node, the newest term in which its hello came
         self.term = term
         # The term of the newest controller after whose recovery no node was lost.
         self._base = term
@@ -172,8 +181,12 @@ class Succession:
 
     @property
     def lost_homes(self) -> list[int]:
-        """Return the nodes of the controllers that were lost since all nodes had agents."""
-        return [node_of(term, self._nodes) for term in range(self._base, self.term)]
+        """Return the nodes of the controllers that were lost since all nodes had agents.
+
+        Without places that spare nodes have taken since: their agents have come to a later controller.
+        """
+        homes = {node_of(term, self._nodes): term for term in range(self._base, self.term)}
+        return [node for node, term in homes.items() if self._heard_in.get(node, term) <= term]
 
     @property
     def standby_state(self) -> list[StandbyState]:
@@ -197,6 +210,7 @@ class Succession:
                 return False
             case AgentHello(node=node, endpoint=endpoint):
                 self._standby_state[AgentHello, node] = order
+                self._heard_in[node] = self.term
                 if endpoint is not None:
                     self._endpoints[node] = endpoint
                 return False
@@ -259,6 +273,8 @@ def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[Fro
         rank = getattr(message, "rank", -1)
         of_before = rank in end.replaced and at < hellos.get(rank, 0)
         recovered = isinstance(message, Corruption) or (rank in end.retried and isinstance(message, Raised))
+        if isinstance(message, AgentHello):  # all agents have come to its store
+            message = msgspec.structs.replace(message, store=None)
         if not of_before and not recovered:
             kept.append(message)
     return kept

@@ -415,6 +415,8 @@ class Incident:
     def _end(self, outcome: IncidentOutcome) -> Orders:
         if outcome.kind != "saved" and outcome not in (NEVER_BEGUN, FINISHED) and self._search.may_find:
             self.state.move(Stage.FINDING)
+            # After an online recovery the time of the incident may be over.
+            self.state.deadline = max(self.state.deadline, self.state.now + self._search.patience_s)
             self._search.otherwise = outcome
             self.state.target.number += 1
             return [self._search.order()]

@@ -54,7 +54,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
         {Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}
     ),
     Stage.PUBLISHING: frozenset({Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
-    Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.ENDED}),
+    Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.FINDING, Stage.ENDED}),
     Stage.FINDING: frozenset({Stage.ENDED}),
     Stage.ENDING_SCRIPTS: frozenset({Stage.ENDED}),
     Stage.RECOVERED: frozenset(),

@@ -76,6 +76,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         elif cause.kind in ("signal", "exit") and not failures.lost:
             exit_code = max(0, cause.status or 0)
     newest = incident.freeze_state.newest_told if outcome.kind == "lost" else outcome.step
+    lost = failures.lost.keys() & membership.lost
     return Verdict(
         incident=incident.number,
         outcome=outcome.kind,
@@ -84,8 +85,8 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         cause_rank=cause.rank,
         exit_code=exit_code,
         save_folder=membership.save_folder,
-        leaves=tuple(sorted(failures.leaving | ({0} & failures.lost.keys()))),
-        lost=tuple(sorted(failures.lost.keys() & membership.lost)),
+        leaves=tuple(sorted(failures.leaving | ({0} & lost))),
+        lost=tuple(sorted(lost)),
         fault=_fault(cause, failures, membership, incident.state.boards),
         newest=newest,
         stop=stop,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from adaptor import hooks, text
 from adaptor.config import Config
-from adaptor.controller.failover import may_go_on
 from adaptor.controller.membership import Membership
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
@@ -31,7 +30,7 @@ from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
-from adaptor.launchers.spares.spare_gate import MOVES_S, SpareGate, StartCounts, fill_online
+from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts, fill_online
 from adaptor.launchers.spares.spare_pool import Spares
 from adaptor.protocol import environment
 from adaptor.protocol.messages import (
@@ -398,35 +397,27 @@ class AgentControl:
         host, client = self.controller_host, self.client
         assert host is not None
         assert client is not None
-        members = host.controller.membership
-        if self.gate is not None and host.term:  # spare nodes notice the loss of the controller by themselves
-            await self.gate.await_spares(len(order.nodes), MOVES_S)
+        assert client.invitation is not None
 
-        async def refuses() -> str:
+        async def refuses(lost: Collection[int]) -> str:
             """Note the loss in the lease, once spares have answered: the other side may have them."""
-            refusal = await self._note_lost(order.nodes)
+            refusal = await self.note_lost(lost)
             return refusal or ("" if self._wants_replacements() else "the recovery is over")
 
-        refusal = ""
-        if 0 in members.lost and set(order.nodes) != {0}:
-            refusal = "node 0, which has the rendezvous store, is lost, too"
-        elif 0 in order.nodes and not may_go_on(host.nodes, members.lost):
-            refusal = "less than half of the nodes are left"
-        if refusal:
-            filled = PlacesFilled(self.node, order.incident, order.nodes, {}, refusal)
-        else:
-            assert client.invitation is not None
-            controller = Gate(client.address, client.invitation.encode().decode())
-            filled = await fill_online(self.gate, host.controller, order, self._counts, controller, refuses)
-        if filled.owners:
-            self.given.put(filled.owners)
-        self._forward(filled)
+        def report(filled: PlacesFilled) -> None:
+            if filled.owners:
+                self.given.put(filled.owners)
+            self._forward(filled)
 
-    async def _note_lost(self, lost: Collection[int], store: str = "") -> str:
+        controller = Gate(client.address, client.invitation.encode().decode())
+        await fill_online(self.gate, host, order, self._counts, controller, refuses, report)
+
+    async def note_lost(self, lost: Collection[int], store: str = "", *, leaving: bool = False) -> str:
         """Note in the lease that the job goes on without the nodes `lost`; return why not, or "".
 
         Args:
             store: the address of a new rendezvous store; "": the store stays.
+            leaving: as in `lease.go_on_without`.
         """
         assert self.controller_host is not None
         members = self.controller_host.controller.membership
@@ -438,7 +429,25 @@ class AgentControl:
             members.agents_of(lost),
             is_first=self.node == 0 and not self._joins,
             store=store,
+            leaving=leaving,
         )
+
+    def take_given(self) -> dict[int, str]:
+        """Return the new owners of places that are not in the rendezvous store yet, of other nodes than 0.
+
+        A spare node in the place of node 0 writes its own name into its own store.
+        """
+        owners: dict[int, str] = {}
+        while not self.given.empty():
+            owners.update(self.given.get())
+        owners.pop(0, None)
+        return owners
+
+    def use_store(self, store: Endpoint) -> None:
+        """Note the rendezvous store in the place of a lost one, for nodes that come later."""
+        self.lease.store = f"{store.address}:{store.port}"
+        if self.gate is not None:
+            self.gate.store = store
 
     def _wants_replacements(self) -> bool:
         return self._forwarding is Forwarding.SENT and self.verdict is None
@@ -455,14 +464,12 @@ class AgentControl:
         self._replacements.end_incident()
 
     def _come_to_store(self, store: Endpoint) -> None:
-        """Note the rendezvous store of a spare node in the place of node 0, for nodes that come later."""
+        """Use the rendezvous store of a spare node in the place of node 0, and note it in the lease."""
 
         async def note_in_lease() -> None:
-            await self._note_lost((), self.lease.store)
+            await self.note_lost((), self.lease.store)
 
-        self.lease.store = f"{store.address}:{store.port}"
-        if self.gate is not None:
-            self.gate.store = store
+        self.use_store(store)
         if self.controller_host is not None:
             self.thread.spawn(note_in_lease())
 

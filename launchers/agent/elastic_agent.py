@@ -111,8 +111,8 @@ class SurvivorsAgent(LocalElasticAgent):
             time.sleep(group.spec.monitor_interval)
             self._end_requests.raise_again()
             verdict = self._control.verdict
-            self._write_down_given_places()  # after a verdict no more places are given
             self._tell_of_recoveries()
+            self._write_down_given_places()  # after a verdict no more places are given
             self._tell_of_restart()
             if verdict is not None:
                 self._control.reaped.wait()
@@ -145,7 +145,9 @@ class SurvivorsAgent(LocalElasticAgent):
         place = self._joined_place
         if place is not None and place.node == 0:
             self._open_own_store(worker_group)
-        self._handler.meet(lambda: super(SurvivorsAgent, self)._rendezvous(worker_group))
+        self._handler.meet(
+            lambda: super(SurvivorsAgent, self)._rendezvous(worker_group), self._control.lease.require_own
+        )
 
     def _open_own_store(self, worker_group: Any) -> None:
         """Open the rendezvous store of this spare node, which joins training in the place of node 0.
@@ -337,11 +339,9 @@ class SurvivorsAgent(LocalElasticAgent):
         host = self._control.controller_host
         if host is not None and host.controller.store_of_node_0 not in (None, self._store_endpoint):
             return
-        while not self._control.given.empty():
-            given_places = self._control.given.get()
+        if given_places := self._control.take_given():
             assert self._places is not None
-            if 0 not in given_places:
-                self._places.give(given_places)
+            self._places.give(given_places)
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():
@@ -443,7 +443,8 @@ class SurvivorsAgent(LocalElasticAgent):
         fewest = int(getattr(getattr(self._handler, "settings", None), "min_nodes", nodes))
         leaves = set(verdict.leaves) - set(verdict.lost)
         may_be_enough = 0 not in leaves and nodes - len(leaves) >= fewest
-        if 0 in verdict.lost and self._handler.ends_with_node_0:
+        has_moved = verdict.store is not None and 0 not in verdict.lost  # to a spare node
+        if has_moved or (0 in verdict.lost and self._handler.ends_with_node_0):
             return may_be_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
         if verdict.lost and is_fixed:
             return self._fill(verdict, worker_group)
@@ -459,14 +460,16 @@ class SurvivorsAgent(LocalElasticAgent):
         return self._places.are_filled(self._generations)
 
     def _move(self, verdict: Verdict, worker_group: Any) -> bool:
-        """Return True if the nodes that are left go on without node 0, at another rendezvous store."""
+        """Return True if the nodes that are left go on at another store, without their node 0."""
         counts = StartCounts(self._account.begun + 1, self._generations)
         places, reason = Move(self._handler, self._node, verdict, worker_group, counts).decide()
         if places is None:
             self._record.stopped = f"; not started again: {reason}"
             return False
         if self._places is not None:
-            self._places, self._gate_home = places, None
+            self._gate_home = None
+            if verdict.store not in (self._own_store, self._store_endpoint):  # else the node is there already
+                self._places = places
         return True
 
     def _may_have_copies(self, verdict: Verdict) -> bool:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import Store
@@ -331,17 +331,25 @@ class Node:
         )
         self.control.thread.wait_for(self._at_gate.begin())
 
-    def fill(self, lost: Sequence[int], counts: StartCounts, store: Endpoint | None = None) -> dict[int, str]:
+    def fill(
+        self,
+        lost: Sequence[int],
+        counts: StartCounts,
+        store: Endpoint | None = None,
+        refuses: Callable[[], Awaitable[str]] | None = None,
+    ) -> dict[int, str]:
         """Give the places of lost nodes to spare nodes for a restart, as `fill_for_restart`.
 
         Args:
             store: the new rendezvous store; None: the store stays.
+            refuses: as in `SpareGate.fill`.
         """
         host = self.control.controller_host
         assert self.control.gate is not None
         self.control.gate.store = store or self.control.gate.store
         assert host is not None
-        work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
+        members = host.controller.membership
+        work = fill_for_restart(self.control.gate, members, lost, counts, host.until, refuses)
         return self.control.thread.wait_for(work)
 
     def has_spares(self, count: int) -> bool:

@@ -23,6 +23,7 @@ from adaptor.checkpoint import disk, left_overs, publish, save_folder_claim, tra
 from adaptor.checkpoint.lease import Lease, Owner, go_on_without
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent.control_thread import call_in_thread
+from adaptor.launchers.rendezvous.waiting import OtherSideError
 from adaptor.protocol import naming
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.protocol.wire import deadline
@@ -185,6 +186,7 @@ class JobLease:
         *,
         is_first: bool,
         store: str = "",
+        leaving: bool = False,
     ) -> str:
         """Note that the job goes on without lost agents (`lease.go_on_without`); return why not, or "".
 
@@ -193,17 +195,35 @@ class JobLease:
         Args:
             save: the save folder; "": the job has none.
             is_first: whether this agent was node 0 of the generation.
-            store: as in `lease.go_on_without`.
+            store, leaving: as in `lease.go_on_without`.
         """
         if not save:
             return "" if is_first else "the job has no save folder, by which two sides could be kept apart"
         try:
-            go_on_without(Path(save), self._owner, generation, members, lost, has_lease=is_first, store=store)
+            go_on_without(
+                Path(save),
+                self._owner,
+                generation,
+                members,
+                lost,
+                has_lease=is_first,
+                store=store,
+                leaving=leaving,
+            )
         except (CheckpointError, OSError) as error:
             return _line(error)
         if not is_first:
             self.keep(Path(save))
         return ""
+
+    def require_own(self) -> None:
+        """Check, while this node waits for others, that no other job has taken the lease of this one.
+
+        Raises:
+            OtherSideError: another process has the lease, as the other side of a cut network that goes on.
+        """
+        if self._lease is not None and (owner_name := self._lease.other_job()):
+            raise OtherSideError(f"{owner_name}, saves in --save now, and goes on without this node")
 
     def mark_leaving(self) -> None:
         """Let the next job wait: the job ends, and may save until then."""

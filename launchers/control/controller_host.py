@@ -132,6 +132,7 @@ class ControllerHost:
         """
         known_messages = list(standby_state)
         self._registry.succeed(known_messages)
+        self._replicator.succeed(known_messages)
         awaited = [node for node in range(self.nodes) if node not in lost]
         self.controller.succeed(known_messages, awaited, time.monotonic(), store)
         self._record(functools.partial(self._incident_report.record_takeover, self.home))

@@ -202,11 +202,15 @@ class Rendezvous:
             self._handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
             self._signs = dynamic_nodes.watch(self._handler)
 
-    def meet(self, work: Callable[[], None]) -> None:
-        """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first."""
+    def meet(self, work: Callable[[], None], look_again: Callable[[], None] | None = None) -> None:
+        """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first.
+
+        Args:
+            look_again: is called as `look` of the registry is, but for a node that has met others before.
+        """
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
-            look = None if self._has_met else self._look
+            look = look_again if self._has_met else self._look
             wait_for(
                 work,
                 lambda: self.missing,

@@ -296,6 +296,10 @@ class PlaceLostError(MovedError):
     """The job trains, and a process before this one was the node with this number: this one is a spare."""
 
 
+class OtherSideError(RendezvousError):
+    """The other side of a cut network goes on without this node."""
+
+
 class HostUnknownError(RendezvousConnectionError):
     """The host of the rendezvous has no address on the node."""
 
@@ -322,7 +326,7 @@ def no_restart_reason(error: Exception, parsed: argparse.Namespace) -> str:
         error: the exception of `torch.distributed.run.run`.
         parsed: the flags of the run.
     """
-    if isinstance(error, SilentStoreError):
+    if isinstance(error, SilentStoreError | OtherSideError):
         return f"for {error}"
     if isinstance(error, RendezvousTimeoutError):
         return f"for too few came {_in_time(parsed)}"

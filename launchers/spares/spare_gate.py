@@ -26,15 +26,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from adaptor import output
 from adaptor.controller.controller import Controller
+from adaptor.controller.failover import may_go_on
 from adaptor.controller.membership import Membership
 from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
+from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint, FillPlaces, PlacesFilled
@@ -70,6 +72,7 @@ COMES_S = 20.0
 # by themselves, as this node has, and the save has taken time, too.
 MOVES_S = 5.0
 _NONE_WAITS = "no spare node waits"
+_NO_GATE = "only jobs with --node-rank and a fixed --nnodes have spare nodes"
 
 
 class StartCounts(NamedTuple):
@@ -90,7 +93,7 @@ NO_STARTS = StartCounts()
 class JoinedTraining(NamedTuple):
     """The training that spare nodes join; the attributes are those of `TakePlace`."""
 
-    controller: Gate | None
+    controller: Gate
     term: int
     store: Endpoint | None
 
@@ -259,7 +262,8 @@ class SpareGate:
         if isinstance(hello, MemberHello):
             await self._watch_member(hello, reader, writer)
             return
-        await self._turn.wait()
+        if not await self._await_turn(reader):
+            return
         if reason := _difference(hello, self._mine):
             writer.write(wire.frame(SpareRefused(reason)))
             output.tell(f"[ttp] the spare node {hello.host} (pid {hello.pid}) is refused: {reason}")
@@ -286,6 +290,17 @@ class SpareGate:
                 output.tell(f"[ttp] {spare.where} is gone; {self._left_text}")
             elif spare.agent is not None:
                 self._end(spare.agent, reader)
+
+    async def _await_turn(self, reader: asyncio.StreamReader) -> bool:
+        """Wait for the turn of this gate; return False if the spare, which says nothing yet, leaves."""
+        turn, left = asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait((turn, left), return_when=asyncio.FIRST_COMPLETED)
+            return not left.done()
+        finally:
+            for waiting in (turn, left):
+                waiting.cancel()
+            await asyncio.gather(turn, left, return_exceptions=True)
 
     @property
     def _next_gates_message(self) -> NextGates:
@@ -369,6 +384,7 @@ async def fill_for_restart(
     lost: Sequence[int],
     counts: StartCounts,
     until: Callable[[Callable[[], bool], float], Awaitable[None]],
+    refuses: Callable[[], Awaitable[str]] | None = None,
 ) -> dict[int, str]:
     """Give the places of `lost` nodes for the following restart; return the owners, {} if one stays empty.
 
@@ -378,6 +394,7 @@ async def fill_for_restart(
         lost: the nodes named by the verdict.
         counts: `restarts` includes the following restart, `generations` does not.
         until: `ControllerHost.until` of the controller with the members.
+        refuses: as in `SpareGate.fill`.
     """
     # The controller ends with the generation, so a later agent would find no controller.
     await until(lambda: members.expected.keys() <= members.late, COMES_S)
@@ -385,44 +402,74 @@ async def fill_for_restart(
         del members.expected[node]
     coming = {node: owner for node, owner in members.expected.items() if node in lost}
     empty = {node: members.ranks_of(node) for node in lost if node not in coming}
-    owners = await gate.fill(empty, counts)
-    return {} if empty and not owners else {**coming, **owners}
+    if not empty:
+        return {} if refuses is not None and await refuses() else coming
+    owners = await gate.fill(empty, counts, refuses=refuses)
+    return {**coming, **owners} if owners else {}
 
 
 async def fill_online(
     gate: SpareGate | None,
-    controller: Controller,
+    host: ControllerHost,
     order: FillPlaces,
     counts: StartCounts,
-    place_of_controller: Gate | None,
-    refuses: Callable[[], Awaitable[str]],
-) -> PlacesFilled:
+    place_of_controller: Gate,
+    refuses: Callable[[Collection[int]], Awaitable[str]],
+    report: Callable[[PlacesFilled], object],
+) -> None:
     """Give the places of an order while the other nodes keep their workers.
+
+    The place of node 0 first: other spare nodes come to the store that its new owner has opened.
 
     Args:
         gate: where spare nodes wait; None: the job has no gate.
-        controller: has given the order.
+        host: its controller has given the order.
         place_of_controller: as in `TakePlace`.
-        refuses: as in `SpareGate.fill`.
-
-    Returns:
-        The report to the controller.
+        refuses: as in `SpareGate.fill`, with the lost nodes.
+        report: takes the report to the controller, or one of node 0 and one of the other places.
     """
-    owners: dict[int, str] = {}
-    refusal = ""
+    lost, nodes = host.controller.membership.lost, order.nodes
+    if gate is not None and host.term:  # spare nodes notice the loss of the controller by themselves
+        await gate.await_spares(len(nodes), MOVES_S)
+    for places in filter(None, (nodes[:1] if 0 in nodes else (), tuple(node for node in nodes if node))):
+        refusal = ""
+        owners: dict[int, str] = {}
 
-    async def claim() -> str:
-        nonlocal refusal
-        refusal = await refuses()
-        return refusal
+        async def claim() -> str:
+            nonlocal refusal
+            refusal = await refuses(nodes)
+            return refusal
 
-    if gate is not None:
-        places = {node: controller.membership.ranks_of(node) for node in order.nodes}
-        # The start of the spare node's workers is in this generation.
-        counts_before = counts._replace(generations=counts.generations - 1)
-        # The store of a spare node in the place of node 0 is its own.
-        store = None if 0 in places else controller.store_of_node_0 or gate.store
-        joined = JoinedTraining(place_of_controller, controller.term, store)
-        owners = await gate.fill(places, counts_before, order.incident, claim, joined)
-    reason = "" if owners else refusal or _NONE_WAITS
-    return PlacesFilled(controller.home, order.incident, order.nodes, owners, reason)
+        if gate is not None and 0 not in places:
+            await host.until(lambda: 0 not in lost, COMES_S)
+        if 0 in places and not may_go_on(host.nodes, lost):
+            refusal = "less than half of the nodes are left"
+        elif 0 in lost and 0 not in places:
+            refusal = "node 0, which has the rendezvous store, is lost, too"
+        elif gate is not None:
+            owners = await _fill_online(
+                gate, host.controller, order, places, counts, place_of_controller, claim
+            )
+        reason = "" if owners else refusal or (_NONE_WAITS if gate is not None else _NO_GATE)
+        report(PlacesFilled(host.controller.home, order.incident, places, owners, reason))
+        if not owners:
+            return
+
+
+async def _fill_online(
+    gate: SpareGate,
+    controller: Controller,
+    order: FillPlaces,
+    nodes: Sequence[int],
+    counts: StartCounts,
+    place_of_controller: Gate,
+    claim: Callable[[], Awaitable[str]],
+) -> dict[int, str]:
+    """Give the places of `nodes`, some of those of `order`; return the new owners, as `SpareGate.fill`."""
+    places = {node: controller.membership.ranks_of(node) for node in nodes}
+    # The start of the spare node's workers is in this generation.
+    counts_before = counts._replace(generations=counts.generations - 1)
+    # The store of a spare node in the place of node 0 is its own.
+    store = None if 0 in places else controller.store_of_node_0 or gate.store
+    joined = JoinedTraining(place_of_controller, controller.term, store)
+    return await gate.fill(places, counts_before, order.incident, claim, joined)

@@ -399,8 +399,8 @@ async def wait_at_gate(
     writer.write(wire.frame(own_hello))
     early: list[ToSpareNode] = []  # the first message of a next gate, read before
     imports: list[asyncio.Task[None]] = []
+    gates: tuple[Gate, ...] = ()  # stay known at the next gate, to which other nodes may not have come yet
     while True:
-        gates: tuple[Gate, ...] = ()
         try:
             while True:
                 match early.pop() if early else await wire.read(reader, to_spare_node, wire.SLOW_S):
@@ -408,8 +408,8 @@ async def wait_at_gate(
                         raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
                     case SpareImports(what=what):
                         imports.append(asyncio.ensure_future(warm.have_import(what)))
-                    case NextGates(gates=gates):
-                        pass
+                    case NextGates(gates=newest):
+                        gates = (*newest, *(gate for gate in gates if gate not in newest))
                     case SpareAsked():
                         writer.write(wire.frame(SpareReady()))
                     case TakePlace() as place:
@@ -438,25 +438,48 @@ async def wait_at_gate(
         early.append(message)
 
 
+# A gate, the connection to it, and its first message.
+_AtGate = tuple[Gate, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode]
+
+
 async def _come_to_next_gate(
     gates: Sequence[Gate], settings: Config, context: Tls | None, own_hello: SpareHello
-) -> tuple[Gate, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode] | None:
-    """Go to the first of `gates` that serves spares.
+) -> _AtGate | None:
+    """Go to the gate, among `gates`, that serves spares: all are tried at once.
 
     Returns:
-        The gate, the connection, and its first message; None if no gate serves spares: their nodes are
-            lost, too, or still have the controller of node 0.
+        None if no gate serves spares: their nodes are lost, too, or still have the controller of node 0.
     """
-    for gate in gates:
-        gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
-        reached = await try_connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
-        if reached is None:
-            continue
-        reader, writer = reached
-        try:
-            writer.write(wire.frame(own_hello))
-            async with deadline(TURN_S):
-                return gate, reader, writer, await wire.read(reader, to_spare_node)
-        except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
-            writer.close()
+    tries = [asyncio.ensure_future(_try_gate(gate, settings, context, own_hello)) for gate in gates]
+    found: _AtGate | None = None
+    try:
+        for finished in asyncio.as_completed(tries):
+            if (found := await finished) is not None:
+                break
+    finally:
+        for attempt in tries:
+            attempt.cancel()
+        for reached in await asyncio.gather(*tries, return_exceptions=True):
+            if isinstance(reached, tuple) and reached is not found:
+                reached[2].close()
+    return found
+
+
+async def _try_gate(
+    gate: Gate, settings: Config, context: Tls | None, own_hello: SpareHello
+) -> _AtGate | None:
+    gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
+    reached = await try_connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
+    if reached is None:
+        return None
+    reader, writer = reached
+    try:
+        writer.write(wire.frame(own_hello))
+        async with deadline(TURN_S):
+            return gate, reader, writer, await wire.read(reader, to_spare_node)
+    except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+        writer.close()
+    except BaseException:
+        writer.close()
+        raise
     return None

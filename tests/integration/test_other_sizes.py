@@ -137,8 +137,35 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
         )
     assert sorted(bool(code) for code in ended.codes) == [False, True], ended.log[-5000:]
     assert ended.log.count("restart 1 of 1: from step 3, 0 steps lost") == 1
-    assert re.search(r"not started again: --save is .*: the job of process \d+ on .*, saves there", ended.log)
+    # Its new workers are refused, or it sees the lease while it waits for other nodes.
+    refused = r"not started again: --save is .*: the job of process \d+ on .*, saves there"
+    excluded = r"nodes cannot meet again, for the job of process \d+ on .*, saves in --save now, and goes on "
+    assert re.search(f"{refused}|{excluded}", ended.log)
     assert_same(ended, undisturbed(tmp_path, 1, 3, *BATCH), range(4, ITERATIONS + 1))
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) -> None:
+    """It would wait for other nodes, `join_timeout` at most: 600 s."""
+    with namespaces.star(3, cut=0) as network:
+        ended = run(
+            tmp_path,
+            3,
+            *BATCH,
+            fewest=2,
+            restarts=1,
+            network=network,
+            environment={"TTP_TLS": "plain"},
+            faults=["rank=0,step=4,phase=backward,kind=cut"],
+        )
+    assert ended.codes[1:] == (0, 0), ended.log[-5000:]
+    assert ended.codes[0], ended.log[-5000:]
+    assert re.search(
+        r"; nodes cannot meet again, for the job of process \d+ on .*, saves in --save now,"
+        r" and goes on without this node; ",
+        ended.logs[0],
+    )
+    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:

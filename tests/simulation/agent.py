@@ -5,6 +5,7 @@ It reads real boards, and detects hangs with the real `HangDetector`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from adaptor.controller.failover import stands_by
@@ -41,7 +42,7 @@ from adaptor.protocol.messages import (
     TerminationRequested,
     Verdict,
 )
-from adaptor.protocol.spare_messages import TakePlace
+from adaptor.protocol.spare_messages import Gate, TakePlace
 from tests.simulation.clock import Body
 from tests.simulation.controller_client import Follower
 from tests.simulation.save_folder_tasks import SaveFolderTasks
@@ -63,7 +64,7 @@ class Agent(Follower):
     """
 
     def __init__(self, world: World, node: int, machine: int, place: TakePlace | None = None) -> None:
-        super().__init__(world, node, machine)
+        super().__init__(world, node, machine, place.term if place is not None else 0)
         self.place = place
         self.workers: dict[int, Worker] = {}
         self.has_begun = False
@@ -84,7 +85,7 @@ class Agent(Follower):
         self._started = 0  # replacement processes
 
     def begin(self) -> None:
-        if self.node:
+        if self.node or self.place is not None:
             self.thread(self._join())
         else:
             self._enter()
@@ -92,6 +93,9 @@ class Agent(Follower):
     def _join(self) -> Body[None]:
         """Connect to the controller, as `agent_connections.connect` does."""
         network, controller_machine = self.world.network, self.world.agents[0].machine
+        if self.place is not None:
+            assert self.place.controller is not None
+            controller_machine = int(self.place.controller.address)
         deadline = self.clock.now + CONNECT_TIMEOUT_S
         while network.apart(self.machine, controller_machine) or controller_machine in network.closed:
             if self.clock.now >= deadline:
@@ -104,7 +108,8 @@ class Agent(Follower):
     def _enter(self) -> None:
         endpoint = Endpoint("here", self.machine) if stands_by(self.node) else None
         owner = self.place.owner if self.place is not None else ""
-        self.say_first(AgentHello(self.node, self.ranks, endpoint, owner=owner))
+        store = Endpoint("store", self.machine) if self.place is not None and not self.node else None
+        self.say_first(AgentHello(self.node, self.ranks, endpoint, owner=owner, store=store))
         if self.place is None:
             self.has_begun = True
             for rank in self.ranks:
@@ -142,8 +147,9 @@ class Agent(Follower):
 
     def lose_absent(self) -> None:
         """Report spare nodes that got a place, but ended before their agents connected."""
-        if self.world.gate is not None and self.controller_host is not None and self.has_begun:
-            for hello in list(self.world.gate.gone.values()):
+        gate = self.world.gates.get(self.machine)
+        if gate is not None and self.controller_host is not None and self.has_begun:
+            for hello in list(gate.gone.values()):
                 self.controller_host.lose_absent(hello)
 
     def _start(self, worker: Worker) -> None:
@@ -221,21 +227,24 @@ class Agent(Follower):
                 self.thread(self._reap_workers())
 
     def _fill_places(self, order: FillPlaces) -> Body[None]:
-        assert self.controller_host is not None
-        controller = self.controller_host.controller
+        controller_host = self.controller_host
+        assert controller_host is not None
+        members = controller_host.controller.membership
 
-        async def refuses() -> str:
+        async def refuses(lost: Collection[int]) -> str:
+            if not self.world.goes_on(members.agents_of(members.agents), members.agents_of(lost)):
+                return "the other side of a cut network goes on"
             return "" if self.verdict is None and not self._silent else "the recovery is over"
 
-        filled = yield from fill_online(
-            self.world.gate if not controller.term else None,  # type: ignore[arg-type]
-            controller,
+        yield from fill_online(
+            self.world.gates.get(self.machine),  # type: ignore[arg-type]
+            controller_host,  # type: ignore[arg-type]
             order,
             StartCounts(0, self.world.number),
-            None,
+            Gate(str(self.machine), ""),
             refuses,
+            self._up,
         ).__await__()
-        self._up(filled)
 
     def _replace(self, order: Replace) -> Body[None]:
         if not self.has_begun:
@@ -310,7 +319,7 @@ class Agent(Follower):
             and self.verdict is not None
             and self.verdict.save_folder
         ):
-            self.folder_tasks.clean(self.node)
+            self.folder_tasks.clean(self.controller_host.term)
             deadline = self.clock.now + CLEAN_S
             while self.folder_tasks.busy and self.clock.now < deadline:
                 yield 0.1

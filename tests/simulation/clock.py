@@ -110,6 +110,16 @@ Wait = float | None
 Body = Generator[Wait, None, T]
 
 
+class Pause:
+    """What a coroutine awaits in the simulation: a number of seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[float, None, None]:
+        yield self._seconds
+
+
 class Process:
     """A process with threads that can be stopped, continued and ended: a worker or an agent."""
 

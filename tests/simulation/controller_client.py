@@ -24,14 +24,14 @@ class Follower(Process):
         resting: whether the loss of the controller does not matter any more.
     """
 
-    def __init__(self, world: World, node: int, machine: int) -> None:
+    def __init__(self, world: World, node: int, machine: int, term: int = 0) -> None:
         super().__init__(world.clock)
         self.world = world
         self.node = node
         self.machine = machine
         self.controller_host: ControllerHost | None = None
         self.connection: Connection | None = None
-        self.succession = Succession(node, len(set(world.job.nodes)))
+        self.succession = Succession(node, len(set(world.job.nodes)), term)
         self._my_turn = False
         self._silent_since = -1.0  # since when a connected listener has not answered
         self._waiting: list[tuple[Connection, FromAgent | Lost]] = []
@@ -69,7 +69,7 @@ class Follower(Process):
 
     def have_the_controller(self) -> ControllerHost:
         self._my_turn = True
-        self.controller_host = self.world.hubs[self.node, self.machine] = ControllerHost(self)
+        self.controller_host = self.world.hubs[self.succession.term, self.machine] = ControllerHost(self)
         return self.controller_host
 
     def at_the_gate(self, connection: Connection, message: FromAgent | Lost) -> None:
@@ -125,6 +125,7 @@ class Follower(Process):
     def _take_the_place(self) -> None:
         if self.succession.verdict is None:
             self.have_the_controller().succeed()
+            self.world.open_gate(self)
         self._my_turn = True
         waiting, self._waiting = self._waiting, []
         for connection, message in waiting:

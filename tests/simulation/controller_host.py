@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from adaptor.controller.controller import Controller
@@ -13,10 +14,12 @@ from adaptor.protocol.messages import (
     AgentLost,
     ControllerToAgent,
     Dismissed,
+    Endpoint,
     FromAgent,
     ToController,
     Welcome,
 )
+from tests.simulation.clock import Pause
 from tests.simulation.invariants import Watch
 
 if TYPE_CHECKING:
@@ -34,15 +37,17 @@ class ControllerHost:
     def __init__(self, agent: Follower) -> None:
         self.world = world = agent.world
         self.agent = agent
-        self.term = agent.node
+        self.term, self.home = agent.succession.term, agent.node
+        self.nodes = len(world.agents)
         self.controller = Controller(
             len(world.job.nodes),
             world.timeout_s,
             ("store", self.term, b""),
             term=self.term,
             online_s=world.online_s,
+            home=self.home,
         )
-        self.replicator = StandbyReplicator() if self.term == 0 else None
+        self.replicator = StandbyReplicator(self.home)
         members = self.controller.membership
         self.registry = AgentRegistry(len(world.job.nodes), len(world.agents), members.lost, members.expected)
         self.connections: dict[int, Connection | None] = {}
@@ -54,12 +59,15 @@ class ControllerHost:
     def succeed(self) -> None:
         """Take over from the controllers of earlier terms."""
         world, agent = self.world, self.agent
-        world.tell(f"-- node {self.term} takes over")
-        nodes = range(self.term, len(world.agents))
-        self.registry.succeed(agent.succession.standby_state)
-        self.controller.succeed(agent.succession.standby_state, nodes, world.clock.now)
+        world.tell(f"-- node {self.home} takes over, term {self.term}")
+        lost, known_messages = agent.succession.lost_homes, agent.succession.standby_state
+        nodes = [node for node in range(self.nodes) if node not in lost]
+        self.registry.succeed(known_messages)
+        self.replicator.succeed(known_messages)
+        store = Endpoint("next", agent.machine)
+        self.controller.succeed(known_messages, nodes, world.clock.now, store)
         agent.say_again()
-        for node in range(self.term):
+        for node in lost:
             self._handle(AgentLost(node))
         world.faults.on_state("TAKING OVER")
 
@@ -67,7 +75,7 @@ class ControllerHost:
         """Notice that the agent of this host ends."""
         if self.controller.incident is None and self.controller.verdict is None:
             for node in self.connections:
-                if node != self.term:
+                if node != self.home:
                     self.say(node, Dismissed())
         self.left = True
 
@@ -95,6 +103,13 @@ class ControllerHost:
             self._served.discard(connection)
             self._lose(node)
 
+    async def until(self, is_done: Callable[[], bool], limit_s: float) -> None:
+        """Wait until `is_done`, as the real host does."""
+        clock = self.world.clock
+        deadline = clock.now + limit_s
+        while not is_done() and clock.now < deadline:
+            await Pause(0.01)
+
     def _lose(self, node: int) -> None:
         self.connections.pop(node, None)
         self._handle(AgentLost(node))
@@ -116,7 +131,7 @@ class ControllerHost:
         if self.world.log is not None:
             self.world.tell(f"term {self.term} heard {message}")
         self.watch.on_message(message)
-        for node, order in self.replicator.replicate(message) if self.replicator else ():
+        for node, order in self.replicator.replicate(message):
             self.say(node, order)
         self._obey(self.controller.handle(message, self.world.clock.now))
         if not self._ticking:
@@ -143,7 +158,7 @@ class ControllerHost:
                 self.world.faults.on_regrouping()
 
     def say(self, node: int, order: ControllerToAgent) -> None:
-        if node == self.term:
+        if node == self.home:
             self.agent.later(0.0, self.agent.accept, order)
         elif self.connections.get(node) is not None:
             self.connections[node].down.send(order)  # type: ignore[union-attr]

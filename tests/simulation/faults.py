@@ -127,10 +127,10 @@ class Faults:
         spare.end(noticed=noticed)
 
     def _cut_spare(self, spare: SpareNode) -> None:
-        """Cut the spare node off from all others, or from node 0 alone."""
+        """Cut the spare node off from all others, or from the controller alone."""
         self._blame_for(spare)
         if self._draw.random() < 0.5:
-            self._part({spare.machine}, {self._world.agents[0].machine})
+            self._part({spare.machine}, {self._world.newest.agent.machine} - {spare.machine})
         elif spare.agent is not None:
             self._cut_off(spare.agent)
         else:
@@ -176,9 +176,7 @@ class Faults:
     def _strike_any(self) -> None:
         alive = [worker for worker in self._world.workers.values() if worker.alive]
         if alive and self._world.spares and self._draw.random() < 0.5:
-            # Not node 0: spare nodes cannot take its place.
-            candidates = [worker for worker in alive if worker.node] or alive
-            self._strike_agent(self._draw.choice(candidates).agent)
+            self._strike_agent(self._draw.choice(alive).agent)
         elif alive:
             # Often one of the first ranks, which write and publish.
             self._strike(self._draw.choice(alive if self._draw.random() < 0.7 else alive[:2]))
@@ -209,7 +207,7 @@ class Faults:
 
     def _strike_controller(self) -> None:
         if self._world.newest.agent.alive and len(self._world.agents) > 1:
-            agent = self._world.agents[self._world.newest.term]
+            agent = self._world.agents[self._world.newest.home]
             self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(agent)
 
     def _strike(self, worker: Worker) -> None:

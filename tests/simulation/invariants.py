@@ -70,9 +70,9 @@ class Invariants:
     def moves_in(self, agent: Agent) -> None:
         """Check a spare node whose hello the controller has accepted."""
         assert agent.place is not None, "a node that nobody awaits has the place of another"
-        assert self._world.gate is not None
-        owner = self._world.gate.owners[agent.node]
-        assert owner.machine == agent.machine, "another spare node has got this place"
+        owners = [gate.owners.get(agent.node) for gate in self._world.gates.values()]
+        machines = [owner.machine for owner in owners if owner is not None]
+        assert agent.machine in machines, "another spare node has got this place"
         self._let_in.add(agent)
         for rank in agent.ranks:
             self._world.faults.unsound.setdefault(rank, "new")
@@ -103,11 +103,9 @@ class Invariants:
     @property
     def regrouped_step(self) -> int | None:
         """The step that ranks return to in an online recovery in progress."""
-        for controller_host in self._world.hubs.values():
-            incident = controller_host.controller.incident
-            if incident is not None and incident.state.stage is Stage.REGROUPING:
-                return incident.step
-        return None
+        incident = self._world.newest.controller.incident  # one on an island regroups no other node
+        is_open = incident is not None and incident.state.stage is Stage.REGROUPING
+        return incident.step if is_open else None
 
     def can_be_saved(self, incident: Incident) -> None:
         """During an online recovery: check that each living survivor has what the controller believes."""
@@ -291,6 +289,7 @@ class Watch:
         self._lost: set[int] = set()
         self._reported: dict[str, int] = {}
         self._moved_at = 0.0
+        self._attempt, self._attempt_at = 0, 0.0  # of an online recovery; a new attempt is progress
         self._verdict: Verdict | None = None
         self._number = 0  # the number of the incident
         self._recovered = 0
@@ -299,7 +298,7 @@ class Watch:
         incident = self._controller_host.controller.incident
         match message:
             case AgentHello(node=node, owner=owner):
-                if owner and self._verdict is None and not self._controller_host.term:
+                if owner and self._verdict is None:
                     self._lost.discard(node)  # a spare node has its place
             case Died(rank=rank):
                 self._dead.add(rank)
@@ -375,8 +374,12 @@ class Watch:
             raise AssertionError("an incident without a fault")
         if incident is not None and verdict is None:
             latest = max(incident.state.opened_at, self._moved_at) + self._world.timeout_s
-            if incident.state.stage is Stage.REGROUPING:  # after a save that ran out of time
-                latest += incident.regrouping.timeout_s
+            if self._attempt != incident.state.writing.attempt:
+                self._attempt, self._attempt_at = incident.state.writing.attempt, now
+            if incident.regrouping.begun_at:  # after a save that ran out of time
+                latest = max(latest, self._attempt_at) + incident.regrouping.timeout_s
+                if incident.state.stage is Stage.FINDING:
+                    latest += self._world.timeout_s / 20
             assert now < latest + 1.0, "an incident that lasts too long"
         if verdict is not None and self._verdict is None:
             self._verdict = verdict
@@ -396,7 +399,7 @@ class Watch:
             assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
             assert verdict.step > job.origin
         agent, term = self._controller_host.agent, self._controller_host.term
-        if world.agents[term] is not agent:
+        if world.agents[self._controller_host.home] is not agent:
             return  # its node has lost its place; the others train on
         if sum(hub.term == term for hub in world.hubs.values()) > 1:
             # This does not hold today: both use folders of the same names, and each removes them at its end.
@@ -409,7 +412,7 @@ class Watch:
             assert verdict.cause_rank in world.faults.causes or verdict.cause_rank == -1, (
                 f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
             )
-        if world.faults.disk_fails or not invariants.has_sound_holders(self._controller_host.term):
+        if world.faults.disk_fails or not invariants.has_sound_holders(self._controller_host.home):
             return
         if "held is not known" in verdict.line:
             stopped = any(agent.stopped for agent in world.machines.values())

@@ -100,8 +100,8 @@ class Network:
         return self._begin(Connection(self, agent.machine, to, node=agent.node, upper=upper, lower=lower))
 
     def wait_at(self, gate: SpareGate, spare: SpareNode) -> Connection:
-        """Connect a spare node to the gate of spare nodes, in the agent of node 0."""
-        agent = self.world.agents[0]
+        """Connect a spare node to a gate of spare nodes."""
+        agent = gate.agent
         lower, upper = (spare, spare.receive), (agent, gate.on_connection_lost)
         return self._begin(Connection(self, spare.machine, agent.machine, node=-1, upper=upper, lower=lower))
 

@@ -6,13 +6,16 @@ told.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from adaptor.launchers.spares.spare_gate import ANSWER_S, JoinedTraining, StartCounts, answering_spares
+from adaptor.launchers.spares.spare_node import TURN_S
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_messages import TakePlace
-from tests.simulation.clock import Process
+from tests.simulation.clock import Body, Pause, Process
 from tests.simulation.network import Connection, Lost
 
 if TYPE_CHECKING:
@@ -21,16 +24,6 @@ if TYPE_CHECKING:
 
 # The first machine of a spare node; machines of nodes have smaller numbers.
 FIRST_MACHINE = 10
-
-
-class Pause:
-    """What a coroutine awaits in the simulation: a number of seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __await__(self) -> Generator[float, None, None]:
-        yield self._seconds
 
 
 class SpareNode(Process):
@@ -50,9 +43,8 @@ class SpareNode(Process):
 
     def receive(self, connection: Connection, order: TakePlace | Lost) -> None:
         if isinstance(order, Lost):
-            # A waiting spare node ends: node 0 is lost, or cannot be reached.
             if self.place is None and self.agent is None:
-                self.end()
+                self.thread(self._go_to_next_gate())
             return
         self.place = order
         self.world.tell(f"-- machine {self.machine} takes the place of node {order.node}")
@@ -60,6 +52,18 @@ class SpareNode(Process):
         if order.incident:
             draw = self.world.random
             self.later(draw.uniform(0.05, 8.0 if draw.random() < 0.1 else 1.0), self._begin, order)
+
+    def _go_to_next_gate(self) -> Body[None]:
+        """Wait at the gate of a later controller, or end: the controller is lost, or cannot be reached."""
+        world = self.world
+        deadline = world.clock.now + TURN_S
+        while world.clock.now < deadline:
+            for gate in reversed(world.gates.values()):
+                if not world.network.apart(self.machine, gate.machine) and gate.serves:
+                    gate.admit(self)
+                    return
+            yield 0.1
+        self.end()
 
     def _begin(self, place: TakePlace) -> None:
         """Connect to the controller, after torch has been imported."""
@@ -80,9 +84,10 @@ class SpareNode(Process):
 
 
 class SpareGate:
-    """The gate in the agent of node 0, which exists as long as the agent, through all generations.
+    """The gate in an agent with a controller; that of node 0 exists through all generations.
 
     Attributes:
+        machine: of the agent.
         places_given: the number of places given so far.
         waiting: the waiting spare nodes.
         owners: the owner of each place that was given.
@@ -90,19 +95,19 @@ class SpareGate:
         gone: the hello of each node whose spare process ended after it got the place.
     """
 
-    def __init__(self, world: World, spares: list[SpareNode]) -> None:
+    def __init__(self, world: World, machine: int) -> None:
         self._world = world
+        self.machine = machine
         self.places_given = 0
         self.store = None
-        self.waiting = spares
+        self.waiting: list[SpareNode] = []
         self.owners: dict[int, SpareNode] = {}
         self.gone: dict[int, AgentHello] = {}
         self._connections: dict[int, Connection] = {}
-        self._on_gone: Callable[[], None] = lambda: None
 
-    def begin(self, world: World, on_gone: Callable[[], None]) -> None:
+    def begin(self, world: World) -> None:
         """Begin a generation with a new network, in which living spare nodes are connected again."""
-        self._world, self._on_gone = world, on_gone
+        self._world = world
         self.gone = {node: hello for node, hello in self.gone.items() if not self.owners[node].alive}
         self.waiting = [spare for spare in self.waiting if spare.alive]
         for spare in (*self.waiting, *self.owners.values()):
@@ -110,6 +115,21 @@ class SpareGate:
             if not spare.alive:
                 world.network.closed.add(spare.machine)
             self._connections[spare.machine] = world.network.wait_at(self, spare)
+
+    @property
+    def agent(self) -> Agent:
+        return self._world.machines[self.machine]
+
+    @property
+    def serves(self) -> bool:
+        """Whether the agent lives and answers."""
+        return self.machine not in self._world.network.closed and not self.agent.stopped
+
+    def admit(self, spare: SpareNode) -> None:
+        """Let a spare node wait that has lost an earlier controller."""
+        self._world.tell(f"-- machine {spare.machine} waits at machine {self.machine}")
+        self.waiting.append(spare)
+        self._connections[spare.machine] = self._world.network.wait_at(self, spare)
 
     def on_connection_lost(self, connection: Connection, message: Lost) -> None:
         """Notice that a connection has ended."""
@@ -120,7 +140,14 @@ class SpareGate:
         for node, spare in self.owners.items():
             if spare.machine == connection.machine:
                 self.gone[node] = AgentHello(node, self._world.agents[node].ranks)
-                self._on_gone()
+                self.agent.do(self.agent.lose_absent)
+
+    async def await_spares(self, count: int, limit_s: float) -> None:
+        """Wait for `count` spare nodes, as the real gate does."""
+        clock = self._world.clock
+        deadline = clock.now + limit_s
+        while len(self.waiting) < count and clock.now < deadline:
+            await Pause(0.05)
 
     async def fill(
         self,
@@ -137,22 +164,24 @@ class SpareGate:
         owners = {}
         for node, spare in zip(lost, ready, strict=True):
             self.places_given += 1
-            owners[node] = f"owner {self.places_given}"
+            owners[node] = f"owner {self.places_given} of machine {self.machine}"
             self.waiting.remove(spare)
             self.owners[node] = spare
             self.gone.pop(node, None)
             place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
+            if joined is not None:
+                place = msgspec.structs.replace(place, controller=joined.controller, term=joined.term)
             self._connections[spare.machine].down.send(place)
         return owners
 
     async def _answers(self, spare: SpareNode) -> bool:
-        network, machine = self._world.network, self._world.agents[0].machine
+        network = self._world.network
         if not self._can_answer(spare):
             await Pause(ANSWER_S)
             return False
         await Pause(network.delay() + network.delay())
-        return self._can_answer(spare) and not network.apart(spare.machine, machine)
+        return self._can_answer(spare) and not network.apart(spare.machine, self.machine)
 
     def _can_answer(self, spare: SpareNode) -> bool:
-        machine = self._world.agents[0].machine
-        return spare.alive and not spare.stopped and not self._world.network.apart(spare.machine, machine)
+        is_apart = self._world.network.apart(spare.machine, self.machine)
+        return spare.alive and not spare.stopped and not is_apart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from random import Random
 
@@ -11,6 +11,7 @@ from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
 from tests.simulation.clock import Clock
+from tests.simulation.controller_client import Follower
 from tests.simulation.controller_host import ControllerHost
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
@@ -68,7 +69,9 @@ class World:
         agents: by node, the agent that has the node's place.
         machines: all agents by machine, also those that have lost their places.
         spares: the processes of spare nodes by machine.
-        gate: the gate of spare nodes; None: the job has no spare nodes.
+        gates: the gates of spare nodes, by the machines of agents that have, or had, a controller; empty: the
+            job has no spare nodes.
+        excluded: the agents of this generation without which one side of a cut network goes on (the lease).
         log: receives a line for each event, for people to read; None: no log.
         before: the previous generation: time, the disk and running tasks on it go on.
         filled: places that spare nodes have got for the next generation, by node.
@@ -90,9 +93,11 @@ class World:
             self.spares = {
                 machine: SpareNode(self, machine) for machine in range(FIRST_MACHINE, FIRST_MACHINE + count)
             }
-            self.gate = SpareGate(self, list(self.spares.values())) if count else None
+            self.gates = {0: SpareGate(self, 0)} if count else {}
+            for spare in self.spares.values():
+                self.gates[0].waiting.append(spare)
         else:
-            self.spares, self.gate = before.spares, before.gate
+            self.spares, self.gates = before.spares, before.gates
             machines = {node: agent.machine for node, agent in before.agents.items()} | before.filled
             self.clock, self.disk = before.clock, before.disk
             self.number = before.number + 1
@@ -111,6 +116,7 @@ class World:
         if chance > 0.9:  # an update takes longer than the deadline of a rank whose shards others hold
             self.timeout_s, self.hang_s, self.update_s = 30.0, 60.0, 6.0
         self.hubs: dict[tuple[int, int], ControllerHost] = {}
+        self.excluded: set[str] = set()
         self.filled: dict[int, int] = {}
         self.came: list[Agent] = []
         self.recovered_with = before.recovered_with if before is not None else 0
@@ -128,8 +134,8 @@ class World:
         self.agents[0].have_the_controller()
         for agent in self.agents.values():
             agent.later(draw.uniform(0.0, 0.2) if agent.node else 0.0, agent.begin)
-        if self.gate is not None:
-            self.gate.begin(self, lambda: self.agents[0].do(self.agents[0].lose_absent))
+        if self.gates:
+            self.gates[0].begin(self)
             for machine, spare in self.spares.items():
                 if machine in self.machines:
                     spare.agent = self.machines[machine]
@@ -168,7 +174,7 @@ class World:
         """The controller of the latest term whose machine has not lost its place."""
         if len(self.hubs) == 1:  # the common case; this is called at each event
             return next(iter(self.hubs.values()))
-        keys = [key for key, hub in self.hubs.items() if self.agents[hub.term] is hub.agent]
+        keys = [key for key, hub in self.hubs.items() if self.agents[hub.home] is hub.agent]
         return self.hubs[max(keys)]
 
     def on_board(self, worker: Worker) -> None:
@@ -197,6 +203,18 @@ class World:
         agent.begin()
         return agent
 
+    def open_gate(self, follower: Follower) -> None:
+        """Open a gate at an agent that has taken the controller over, for spare nodes that come."""
+        if self.gates:
+            self.gates[follower.machine] = SpareGate(self, follower.machine)
+
+    def goes_on(self, members: Collection[str], lost: Collection[str]) -> bool:
+        """Exclude `lost`, and return whether `members` may go on, as `lease.go_on_without` decides."""
+        if self.excluded & set(members):
+            return False
+        self.excluded |= set(lost)
+        return True
+
     def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
         """Give the agent the place of its node: the controller has accepted its hello.
 
@@ -204,7 +222,7 @@ class World:
         place, or its hello was on its way when the controller's node was cut off.
         """
         before = self.agents[agent.node]
-        apart = self.agents[hub.term] is not hub.agent or hub.agent.machine in self.network.cut
+        apart = self.agents[hub.home] is not hub.agent or hub.agent.machine in self.network.cut
         if before is agent or apart:
             return
         self.tell(f"-- machine {agent.machine} has the place of node {agent.node}")
@@ -292,24 +310,27 @@ class World:
         has_verdict = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
         if not has_verdict or self.number == GENERATIONS or self.random.random() > RESTARTS:
             return False
-        if self.gate is not None and not self._fill_places(self.gate):
+        if self.gates and not self._fill_places():
             return False
         for agent in self.machines.values():
             agent.alive = False  # its threads that work on the disk go on
         self.disk.heal()
         return True
 
-    def _fill_places(self, gate: SpareGate) -> bool:
+    def _fill_places(self) -> bool:
         """Give the places of lost nodes to spare nodes, as `launchers.agent` does.
 
-        If no spare node waits, the lost nodes come back themselves, as in jobs without spare nodes.
+        If no spare node waits, the lost nodes come back themselves, as in jobs without spare nodes. The move
+        to another store (`move`) is not simulated: if spare nodes have places, such a job ends.
 
         Returns:
             Whether the job goes on.
         """
-        agent = self.agents[0]
-        if not agent.alive or agent.verdict is None or agent.controller_host is None:
-            return not gate.owners  # the store that names the owners is lost
+        agent, gate = self.agents[0], self.gates[0]
+        is_first = agent.controller_host is not None and agent.machine == gate.machine
+        if not agent.alive or agent.verdict is None or not is_first:
+            return not any(gate.owners for gate in self.gates.values())
+        assert agent.controller_host is not None
         lost, members = agent.verdict.lost, agent.controller_host.controller.membership
         counts = StartCounts(0, self.number)
 

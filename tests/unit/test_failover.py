@@ -110,6 +110,16 @@ def test_after_an_online_recovery_the_node_before_stands_by_again() -> None:
     assert newcomer.is_mine
 
 
+def test_the_controller_is_lost_when_a_spare_node_has_the_place_of_node_0() -> None:
+    """Node 0 is not lost any more, although the recovery is not over."""
+    known = Succession(2, 4)
+    for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT), AgentHello(3, (6, 7), ENDPOINT)):
+        known.accept(order)
+    assert (known.go_on(), known.lost_homes) == (True, [0])
+    known.accept(AgentHello(0, (0, 1), ENDPOINT, owner="spare"))
+    assert (known.lost_homes, known.go_on(), known.lost_homes) == ([], True, [1])
+
+
 def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> None:
     known = Succession(2, 3)
     for message in (Freeze(1), PresenceProbe(1)):

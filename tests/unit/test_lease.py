@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -135,7 +136,8 @@ def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
     Lease(tmp_path, elsewhere(mine())).take()
     Lease(tmp_path, mine()).take()
     waiting, taken = said(capsys).splitlines()
-    assert "waiting up to 0.2 s for a sign of life of the job of process 77 on node-b" in waiting
+    assert "names the job of process 77 on node-b" in waiting
+    assert re.search(r"waiting for a sign of life until \d\d:\d\d:\d\d UTC \(0\.2 s\)", waiting)
     assert "which is gone" in taken
 
 
@@ -147,7 +149,7 @@ def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytes
     both = threading.Barrier(2)
 
     def tell(line: str, **_: object) -> None:
-        if "waiting up to" in line:  # both have found the first one's lease, not one the other's
+        if "waiting for a sign of life" in line:  # both have found the first one's lease, not one the other's
             both.wait(LONG_S)
 
     monkeypatch.setattr(output, "tell", tell)
@@ -363,6 +365,23 @@ def test_a_side_that_has_started_again_is_not_followed(tmp_path: Path) -> None:
     assert _goes_on(tmp_path, {1, 2, 3}, elsewhere(mine()), has_lease=False)
     Lease(tmp_path, elsewhere(mine()), "the next one").take()
     assert not _goes_on(tmp_path, {0}, mine(), has_lease=True)
+
+
+def test_a_lease_that_stays_after_the_end_of_its_owner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other side of a cut network may still go on, and a later job takes the lease at once."""
+    here, there = Lease(tmp_path, elsewhere(mine()), GENERATION), elsewhere(mine(), 78)
+    here.take()
+    here.leave()
+    here.release(stays=True)
+    assert _goes_on(tmp_path, {1, 2, 3}, there, has_lease=False)
+    here.release(stays=True)  # no longer its own
+    assert held_by(tmp_path) == there
+    Lease(tmp_path, there).release(stays=True)
+    Lease(tmp_path, mine(), "another start").take()
+    assert "waiting" not in said(capsys)
+    assert not _goes_on(tmp_path, {0}, elsewhere(mine()), has_lease=True)
 
 
 def test_a_node_that_does_not_share_the_folder_does_not_go_on(tmp_path: Path) -> None:

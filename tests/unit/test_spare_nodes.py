@@ -324,6 +324,43 @@ def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config
     _run(work())
 
 
+def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: config.Config) -> None:
+    """Node 0 is lost, then node 1, before other nodes have come to its gate; a spare node has."""
+
+    async def work() -> None:
+        context, kind = credentials.load(settings), credentials.kind_of(settings)
+        gates = [SpareGate(kind, free_port(), context, MINE, lambda: None) for _ in range(4)]
+        zero, one, two, of_a_spare = gates
+        at = [_at(await gate.open("127.0.0.1")) for gate in gates]
+        zero.begin_turn()
+        spare = asyncio.ensure_future(wait_at_gate(at[0], settings, MINE, WarmProcesses([], 0)))
+        await _waits(zero, 1)
+        members = []
+        for gate, node, number in ((0, 1, 1), (0, 2, 2), (1, 0, 3)):
+            invitation = Invitation.decode(at[gate].invitation.encode(), kind)
+            me = MemberHello(node, (node,), "a", node, "", at[number])
+            if gate:
+                one.begin_turn()
+                assert zero._listener is not None
+                await zero._listener.close()
+                await _waits(one, 1)
+            members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
+        assert one._listener is not None
+        await one._listener.close()
+        two.begin_turn()
+        await _waits(two, 1)
+        of_a_spare.begin_turn()  # the spare, which has tried this gate, too, has left it
+        assert (two.waiting, of_a_spare.waiting) == (1, 0)
+        for opened in (two, of_a_spare):
+            await opened.close()
+        assert await spare == SpareReleased()
+        for member in members:
+            assert member is not None
+            member.close()
+
+    _run(work())
+
+
 def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_0(
     settings: config.Config,
 ) -> None:

@@ -47,3 +47,13 @@ def test_a_spare_node_is_not_told_of_the_agent_that_had_its_place() -> None:
     replicator.replicate(AgentLost(1))
     spare = msgspec.structs.replace(hello(1), owner="a")
     assert replicator.replicate(spare) == [(1, hello(0)), (1, hello(2)), (2, spare)]
+
+
+def test_the_layouts_that_a_lost_controller_has_passed_on_are_passed_on_again() -> None:
+    """No agent repeats those of lost ranks: a spare node in the place of node 0 would not know them."""
+    replicator = StandbyReplicator(1)
+    replicator.succeed([hello(0), layout(0)])
+    replicator.replicate(hello(2))
+    replicator.replicate(layout(2))
+    spare = msgspec.structs.replace(hello(0), owner="a")
+    assert replicator.replicate(spare) == [(0, hello(2)), *((0, layout(rank)) for rank in (0, 2)), (2, spare)]

@@ -197,7 +197,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     again, even with restarts left; `unprotected`: whether the job trained without protection, so its steps
     were not counted; `agreed`: after a corruption the newest step on which the holders agree, so copies of
     later steps are not used; `store`: a new rendezvous store, for the restart of a job whose store was lost
-    with node 0; None: none is needed, or none could be opened.
+    with node 0, of the next node 0 or of the spare node in its place; None: none is needed, or none could be
+    opened.
     """
 
     incident: int

@@ -1,0 +1,72 @@
+"""Node 0 is lost, and in the same recovery a second node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, namespaces, outcome
+from tests.faults.harness import DP2_MIRROR, Layout
+from tests.faults.namespaces import Namespaces
+from tests.faults.scenario import BaselineOf
+from tests.integration.test_online import online, trains_on
+
+DP3_MIRROR = Layout("dp3-mirror", 3, replica="mirror", extra=("--global-batch-size", "9"))
+LOST = "rank=0,step=4,phase=backward,kind=agent-sigkill"
+
+
+@pytest.fixture
+def network() -> Iterator[Namespaces]:
+    if not namespaces.permitted():
+        pytest.skip("this user may make no network namespace")
+    with namespaces.star(6) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("layout", "spares", "second"),
+    [
+        (DP3_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill"),
+        (DP2_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill"),
+    ],
+    ids=["of-3", "of-2"],
+)
+def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node_0(
+    layout: Layout, spares: int, second: str, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """All start again from the published step, at the store of that spare node."""
+    job = online(
+        tmp_path,
+        layout,
+        [LOST, second],
+        nodes=layout.processes,
+        spares=spares,
+        network=network,
+        environment={"TTP_TLS": "plain"},
+    )
+    ended = harness.run(job)
+    assert sorted(ended.codes)[-2:] == [137, 137], ended.log[-5000:]
+    assert sorted(ended.codes)[:-2] == [0] * (layout.processes + spares - 2), ended.log[-5000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, baseline_of(layout).records)
+
+
+def test_node_0_and_another_node_are_lost_at_once(
+    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """One spare node takes the place of node 0, and another comes to its store."""
+    layout = Layout("dp4-mirror", 4, replica="mirror")
+    job = online(
+        tmp_path,
+        layout,
+        [LOST, "rank=2,step=4,phase=backward,kind=agent-sigkill"],
+        nodes=4,
+        spares=2,
+        network=network,
+        environment={"TTP_TLS": "plain"},
+    )
+    ended = trains_on(job, baseline_of(layout), lost_nodes=2)
+    assert ended.logs[1].count(" has the place of node 0, ") == 1
+    assert ended.logs[1].count(" has the place of node 2, ") == 1
