@@ -281,7 +281,8 @@ def write_doors(parsed: argparse.Namespace, benchmark: Benchmark) -> None:
         f" change were compared, none with a false alarm ({quiet_words}).\n\nA change in a save counts as"
         " named if the save is refused. With two holders of a shard an update or a gradient has two suspects."
         " Experts of `moe-dp2-ep2` have no second holder: their updates, gradients and gathers are not"
-        " compared. A change in a step without a comparison is found at the next one, 1 to 3 steps later,"
+        " compared, nor their state between two comparisons. A change in a step without a comparison is"
+        " found at the next one, 1 to 3 steps later,"
         " with suspects; `no trace`: later updates, or the pass, give the same bits with the change as"
         " without.\n\n"
     )

@@ -340,7 +340,7 @@ def at_doors(count: int, seed: str, file: Path) -> Callable[[Any, Any, Any, Any]
     """Return a wrapper of `TwinCheck.is_equal` that makes `count` changes on each rank at each door."""
 
     def changes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if instance._updated is not None and len(args) == 1 and not kwargs:
+        if instance._updated is not None and not kwargs:
             _change(instance, args[0], count, seed, file)
         return wrapped(*args, **kwargs)
 
@@ -454,7 +454,7 @@ def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], 
     changed = [*reports[:rank], answer, *reports[rank + 1 :]]
     if _is_agreed(check, changed):
         return _NO_TRACE if answer == reports[rank] else "missed"
-    return _says(verdict.decide(changed, check._step, check._holders, check._models), rank)
+    return _says(verdict.decide(changed, check._step, check._step + 1, check._holders, check._models), rank)
 
 
 def _is_agreed(check: Any, reports: list[Any]) -> bool:
