@@ -2,6 +2,10 @@
 
 Only the threads that wait for lifelines run elsewhere. The workers' socket is abstract and the boards are
 anonymous memory, so nothing remains in a file system, however the agent ends.
+
+Invariant: what another thread brings to the loop, that a worker dies or that this agent is told to end, is
+reported after all messages that workers had sent before: they wait in their sockets (`_report_end`,
+`read_sent`).
 """
 
 from __future__ import annotations

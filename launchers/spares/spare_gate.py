@@ -216,6 +216,7 @@ class SpareGate:
             return {}
         if not all(spare in self._waiting for spare in ready):  # one has left meanwhile
             return {}
+        # No await from here to the report (`PlacesFilled`): the agent of a spare must not come before it.
         owners = {}
         for (node, ranks), spare in zip(lost.items(), ready, strict=True):
             owners[node] = secrets.token_hex(8)
