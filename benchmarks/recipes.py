@@ -42,6 +42,8 @@ REACHED = frozenset({"megatron-lm", "mindspeed-llm", "mindspeed-mm", "pai", "fla
 OTHER_LOOP, UNREADABLE = "no loop, or one that nothing here patches", "arguments that nothing parses"
 REFUSED = "refused before the first step"
 TRAINS_NOTHING = frozenset({"swift infer", "megatron export"})
+# FlagScale's recipes of robots name no script: train_pi0.py and train_robotics.py have loops of their own.
+OWN_LOOPS = frozenset({("flagscale", "?")})
 # If the host has the memory; else exceptions alone are survived.
 COPIES = f"copies in host memory, up to {tolerance.MOST_STEPS} steps made again"
 ONLINE_COPIES, RESTART_COPIES = f"{COPIES}, and online recovery", f"{COPIES}, a death restarts all"
@@ -70,14 +72,15 @@ def verdicts(recipes: Sequence[Mapping[str, Any]]) -> list[Verdict]:
 
 
 def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
-    if recipe["framework"] not in REACHED or recipe.get("entry") in TRAINS_NOTHING:
+    framework, entry = recipe["framework"], recipe.get("entry")
+    if framework not in REACHED or entry in TRAINS_NOTHING or (framework, entry) in OWN_LOOPS:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import copied_loops, ms_swift
     from adaptor.frameworks import megatron_training
 
-    is_swift = recipe["framework"] == "ms-swift"
-    arguments, entry = recipe["args"], recipe.get("entry")
+    is_swift = framework == "ms-swift"
+    arguments = recipe["args"]
     if is_swift:
         arguments = _of_megatron(arguments)
         if entry.endswith(".py"):  # of --external_plugins: the options before it are not in the list

@@ -34,6 +34,12 @@ _OF_SHARED_EXPERTS = (
     "cached_output",
     "gate_score",
 )
+# The inputs that a layer of MindSpeed hands to its shared experts: the list, and its modules in two versions.
+_INPUTS_OF_SHARED_EXPERTS = "AG_SHARED_EXPERTS_INPUTS"
+_OVERLAPS = (
+    "mindspeed.core.transformer.moe.moe_utils",
+    "mindspeed.core.transformer.moe.moe_feature.overlap.moe_common",
+)
 # What the backward pass of the embedding is put off for (--defer-embedding-wgrad-compute).
 _OF_EMBEDDING = ("embedding_activation_buffer", "grad_output_buffer")
 _CORE = "megatron.core.transformer"
@@ -65,6 +71,8 @@ def settle_core(model: Sequence[Any]) -> None:
                 if (added_up := module._buffers.get(name)) is not None:
                     added_up.zero_()
             _forget_parts(module)
+    for name in _OVERLAPS:
+        getattr(sys.modules.get(name), _INPUTS_OF_SHARED_EXPERTS, []).clear()
     forget_auxiliary_losses()
 
 

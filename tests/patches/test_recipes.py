@@ -22,13 +22,20 @@ SHARES = {
 }
 
 
-def recipe(*args: str, framework: str = "megatron-lm", version: str = "0.20.0", world: int = 4) -> str:
+def recipe(
+    *args: str,
+    framework: str = "megatron-lm",
+    version: str = "0.20.0",
+    world: int = 4,
+    entry: str = "pretrain_gpt.py",
+) -> str:
     given = ["--use-distributed-optimizer", "--bf16", *args]
     return json.dumps(
         {
             "name": "r",
             "framework": framework,
             "version": version,
+            "entry": entry,
             "world": world,
             "per_node": 4,
             "args": given,
@@ -58,6 +65,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe("--stage", "sft", framework="mindspeed-llm", version="master"), ["and online recovery"]),
         (recipe(version="0.21.0"), ["every fault restarts all", "Megatron-LM 0.21.0 has not been tested"]),
         (recipe("--lr"), ["arguments that nothing parses", "argument --lr: expected one argument"]),
+        (recipe(framework="flagscale", entry="?"), ["no loop, or one that nothing here patches"]),
         (recipe(framework="slime"), ["no loop, or one that nothing here patches"]),
     ],
 )

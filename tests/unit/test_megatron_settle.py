@@ -90,6 +90,16 @@ def test_what_parts_of_a_step_have_handed_each_other_is_forgotten() -> None:
     assert (put_off, model.grad_output_buffer) == ([], [])
 
 
+@pytest.mark.parametrize("path", ["moe_utils", "moe_feature.overlap.moe_common"])
+def test_inputs_handed_to_shared_experts_are_forgotten(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --moe-alltoall-overlap-comm the next forward pass would take the input of the abandoned step."""
+    module: Any = ModuleType(f"mindspeed.core.transformer.moe.{path}")
+    handed_over = module.AG_SHARED_EXPERTS_INPUTS = [(torch.ones(2), Work())]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    settle_core([])
+    assert handed_over == []
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [
