@@ -80,6 +80,7 @@ def begin_training(protected: ProtectedState) -> None:
         megatron_restart.tell_of_last_words(args)
         require_unconverted(protected.model)
         state_comparison.require_replays(protected.model)
+        state_comparison.tell_of_intervals(getattr(args, "train_iters", None))
     training_loop.begin_training(protected, args.iteration)
 
 

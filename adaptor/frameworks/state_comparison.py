@@ -130,6 +130,25 @@ def attach(worker: runtime.Runtime) -> None:
         worker.session.drill = drill
 
 
+def tell_of_intervals(last_step: int | None) -> None:
+    """Print a line about each comparison or drill that the job ends before.
+
+    Args:
+        last_step: of the job; None: unknown.
+    """
+    settings = context.get().settings
+    every_by_name = {
+        "VERIFY": settings.verify_every,
+        "DRILL": settings.drill_every,
+        "REPLAY": settings.replay_every,
+    }
+    for name, every in every_by_name.items():
+        if last_step and every and every > last_step and _is_first_rank():
+            output.tell(
+                f"[ttp] TTP_{name}_EVERY is {every}, and the job ends with step {last_step}: no step is due"
+            )
+
+
 def require_replays(model: Sequence[Any]) -> None:
     """Refuse a job of Megatron-LM whose micro-batches cannot be repeated (TTP_REPLAY_EVERY).
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from adaptor import context
+from adaptor.frameworks import state_comparison
 from adaptor.verification import replay_check
 from adaptor.verification.replay_check import SELF_TEST, ReplayCheck, ReplayRecord, decide
 
@@ -106,3 +109,16 @@ def test_after_the_self_test_a_difference_is_a_finding_of_its_step_alone(
         assert proven.finding.named == (0,)
         proven.begin_step(5)
         assert proven.finding is None
+
+
+def test_an_interval_that_is_longer_than_the_job_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {"verify_every": 8, "replay_every": 9, "drill_every": 0}
+    monkeypatch.setattr(context.get(), "settings", dataclasses.replace(context.get().settings, **chosen))
+    monkeypatch.setattr(state_comparison, "_is_first_rank", lambda: True)
+    state_comparison.tell_of_intervals(None)
+    state_comparison.tell_of_intervals(8)
+    assert capsys.readouterr().err == (
+        "[ttp] TTP_REPLAY_EVERY is 9, and the job ends with step 8: no step is due\n"
+    )
