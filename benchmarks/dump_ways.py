@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import mmap
 import os
 import shutil
 import statistics
@@ -33,7 +32,7 @@ import xxhash
 from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
-from adaptor.checkpoint import disk, shards, state_writer
+from adaptor.checkpoint import disk, page_cache, shards, state_writer
 from adaptor.checkpoint.hashing import BLOCK, crc32
 from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import RECORD, Rank
@@ -119,7 +118,9 @@ def parts(folder: Path) -> dict[str, Callable[[], None]]:
     path, data = folder / "file", memoryview(state.view(torch.uint8).numpy())
     blocks = [data[begin : begin + BLOCK] for begin in range(0, _PART, BLOCK)]
     elements = state.split(BLOCK // 4)
-    copies = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(4)]
+    memory = page_cache.huge_pages(4 * BLOCK)
+    copies = [memory[begin : begin + BLOCK] for begin in range(0, len(memory), BLOCK)]
+    weights = torch.empty(BLOCK // 4, dtype=torch.bfloat16)
 
     def copy() -> None:
         for number, block in enumerate(blocks):
@@ -145,7 +146,7 @@ def parts(folder: Path) -> dict[str, Callable[[], None]]:
 
     return {
         "nothing is nan or infinite (`aminmax`)": lambda: [*map(shards.is_finite, elements)].clear(),
-        "weights in bf16": lambda: [part.to(torch.bfloat16) for part in elements].clear(),
+        "weights in bf16": lambda: [weights.copy_(part) for part in elements].clear(),
         "CRC-32 (isal)": lambda: [*map(crc32, blocks, [0] * len(blocks))].clear(),
         "CRC-32 (zlib)": lambda: [*map(zlib.crc32, blocks)].clear(),
         "xxh3-128": lambda: [*map(xxhash.xxh3_128_digest, blocks)].clear(),

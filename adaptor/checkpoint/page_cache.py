@@ -33,6 +33,18 @@ _ALIGNMENT = 4096
 _HUGE = 2 << 20  # bytes of a huge page
 
 
+def huge_pages(count: int) -> memoryview:
+    """Return `count` bytes of memory, in huge pages where the system has some.
+
+    A direct write finds and holds each page of its data: with small pages that is half of its CPU time.
+    """
+    memory = mmap.mmap(-1, count + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
+    return memoryview(memory)[begin : begin + count]
+
+
 class DirectWriter:
     """Writes blocks of files in threads; a context manager, after whose end no write is under way."""
 
@@ -105,7 +117,7 @@ class DirectWriter:
         if self._threads:
             return True
         try:
-            memory = _huge_pages(_SLOTS * self._block)
+            memory = huge_pages(_SLOTS * self._block)
             for _ in range(_THREADS):
                 thread = threading.Thread(target=self._serve, name="ttp-write", daemon=True)
                 thread.start()
@@ -127,18 +139,6 @@ class DirectWriter:
             except Exception as raised:  # of any kind: the caller waits for the block
                 error = raised
             self._done.put((slot, error))
-
-
-def _huge_pages(count: int) -> memoryview:
-    """Return `count` bytes of memory, in huge pages where the system has some.
-
-    A direct write finds and holds each page of its data: with small pages that is half of its CPU time.
-    """
-    memory = mmap.mmap(-1, count + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
-    return memoryview(memory)[begin : begin + count]
 
 
 def _past_the_cache(descriptor: int) -> int | None:

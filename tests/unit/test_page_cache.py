@@ -61,7 +61,7 @@ def test_what_is_taken_is_in_the_file(file: int) -> None:
 def test_the_blocks_begin_at_a_huge_page(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
     if refuses:
         monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # no advice that a kernel knows
-    memory = page_cache._huge_pages(4 * BLOCK)
+    memory = page_cache.huge_pages(4 * BLOCK)
     memory[:] = bytes(range(256)) * (BLOCK // 64)
     assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % (2 << 20) == 0
     assert len(memory) == 4 * BLOCK
