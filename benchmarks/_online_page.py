@@ -67,7 +67,11 @@ def tables_of(
         summary.append(
             f"From the fault until all go on: {middle:.2f} s (median; {times[0]:.2f} to {times[-1]:.2f})."
         )
-    together = [one for one in incidents if any(Fault.parse(text).also is not None for text in one.struck)]
+    together = [
+        incident
+        for incident in incidents
+        if any(Fault.parse(text).also is not None for text in incident.struck)
+    ]
     if together:
         alone = [incident for incident in incidents if incident not in together]
         summary.append(
@@ -128,7 +132,7 @@ def _second_table(incidents: Sequence[Incident]) -> str:
 
 def _layout_table(incidents: Sequence[Incident], records: Counter[str]) -> str:
     rows = [
-        [name, cut.words, _cell([one for one in incidents if one.cut == name]), records[name]]
+        [name, cut.words, _cell([incident for incident in incidents if incident.cut == name]), records[name]]
         for name, cut in ALL.items()
         if any(incident.cut == name for incident in incidents)
     ]

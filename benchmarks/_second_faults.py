@@ -106,7 +106,7 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int, struck: 
         is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
         lost = set() if is_intact else {first.rank}
         if part == TWIN:  # the first other rank with the same shard sends
-            others = [min(next(each for each in cut.holders() if first.rank in each) - {first.rank})]
+            others = [min(next(holder for holder in cut.holders() if first.rank in holder) - {first.rank})]
         candidates = [
             rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
         ]

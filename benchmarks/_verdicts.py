@@ -232,7 +232,11 @@ def second_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> s
         "the second fault strikes",
         {phase: PHASES[phase] for phase in IN_AN_INCIDENT},
         list(dict.fromkeys(SECOND)),
-        [(each.second[1], each.second[0], each) for each in incidents if each.second is not None],
+        [
+            (incident.second[1], incident.second[0], incident)
+            for incident in incidents
+            if incident.second is not None
+        ],
         [(fault.phase, fault.kind) for fault in missing],
     )
 
@@ -244,7 +248,7 @@ def cut_table(incidents: Sequence[Incident], planned: Sequence[Planned], equal: 
         [
             name,
             CUTS[name].words,
-            _cell([each for each in incidents if each.cut == name], missing[name]),
+            _cell([incident for incident in incidents if incident.cut == name], missing[name]),
             count,
         ]
         for name, count in ((name, equal.get(name, 0)) for name in CUTS)

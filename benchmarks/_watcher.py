@@ -41,7 +41,7 @@ class Campaign:
         folder.mkdir(parents=True, exist_ok=True)
         if self._state.exists():
             state = json.loads(self._state.read_text())
-            self.incidents = [_incident(one) for one in state["incidents"]]
+            self.incidents = [_incident(incident) for incident in state["incidents"]]
             self.seconds = state["seconds"]
 
     def keep(self, incident: Incident) -> None:
@@ -51,7 +51,7 @@ class Campaign:
             self.incidents.append(incident)
             self.seconds += now - self._kept
             self._kept = now
-            state = {"incidents": [asdict(one) for one in self.incidents], "seconds": self.seconds}
+            state = {"incidents": [asdict(incident) for incident in self.incidents], "seconds": self.seconds}
             scratch = self._state.with_suffix(".new")
             scratch.write_text(json.dumps(state, indent=1))
             scratch.replace(self._state)
@@ -67,7 +67,9 @@ class Campaign:
     def next_layout(self, busy: Collection[str]) -> str | None:
         """Return the next layout: that with the fewest incidents; None if all remaining layouts are busy."""
         remaining = [cut for cut in CUTS if cut not in busy and self.remaining(cut)]
-        return min(remaining, key=lambda cut: sum(one.cut == cut for one in self.incidents), default=None)
+        return min(
+            remaining, key=lambda cut: sum(incident.cut == cut for incident in self.incidents), default=None
+        )
 
     def remaining(self, cut: str) -> list[Planned]:
         done = {incident.number for incident in self.incidents}

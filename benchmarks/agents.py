@@ -235,20 +235,20 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1000, help="a multiple of a quarter of the groups")
     parser.add_argument("--groups", type=int, default=8, help="ranks that write: tensor × pipeline parallel")
     parser.add_argument("--play", nargs=3, metavar=("PORT", "SECRET", "FAULT"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.nodes * PER_NODE % (2 * given.groups) or given.nodes <= LOST:
+    options = parser.parse_args()
+    if options.nodes * PER_NODE % (2 * options.groups) or options.nodes <= LOST:
         parser.error(
-            f"--nodes is {given.nodes}: give a multiple of {2 * given.groups / PER_NODE:g} from 4 on"
+            f"--nodes is {options.nodes}: give a multiple of {2 * options.groups / PER_NODE:g} from 4 on"
         )
-    if given.play is not None:
-        port, secret, fault = given.play
-        asyncio.run(play(int(port), secret, given.nodes, given.groups, fault))
+    if options.play is not None:
+        port, secret, fault = options.play
+        asyncio.run(play(int(port), secret, options.nodes, options.groups, fault))
         return
 
-    benchmark = Benchmark("agents", {"agents": given.nodes, "ranks": given.nodes * PER_NODE})
+    benchmark = Benchmark("agents", {"agents": options.nodes, "ranks": options.nodes * PER_NODE})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         faults = {
-            f"a {fault} is lost": asyncio.run(job(given.nodes, given.groups, fault, folder))
+            f"a {fault} is lost": asyncio.run(job(options.nodes, options.groups, fault, folder))
             for fault in ("rank", "node")
         }
     steps = {

@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5000, help="the median is taken over so many batches")
     parser.add_argument("--steps", type=int, default=20, help="steps in a batch")
     parser.add_argument("--no-record", action="store_true", help="leave out the record, which needs Megatron")
-    given = parser.parse_args()
-    benchmark = Benchmark("board_door", {"batches": given.batches, "steps per batch": given.steps})
+    options = parser.parse_args()
+    benchmark = Benchmark("board_door", {"batches": options.batches, "steps per batch": options.steps})
 
     memory = BoardMemory([0])
     board = Board(0, memory.path, memory.slots)
@@ -163,9 +163,9 @@ def main() -> None:
         "one write of the board": board.write,
         "the door, once through": door_step(),
     }
-    if not given.no_record:
+    if not options.no_record:
         parts["the step's record"], parts["the record at the door"] = record_step()
-    found = {name: measure(act, given.batches, given.steps) for name, act in parts.items()}
+    found = {name: measure(act, options.batches, options.steps) for name, act in parts.items()}
 
     rows = [[name, *(f"{found[name][key]:.2f}" for key in ("median", "min", "p90"))] for name in parts]
     cost = found["board and door, per step"]["median"]

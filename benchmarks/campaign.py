@@ -241,14 +241,16 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables as a page")
     parser.add_argument("--workers", type=int, default=1, help="so many jobs run side by side")
     parser.add_argument("--tries", type=int, default=3, help="starts of ttprun in a row without an incident")
-    given = parser.parse_args()
-    until = time.monotonic() + 60 * given.minutes
-    words = [f"--incidents {given.incidents} --seed {given.seed} --second {given.second:g}"]
-    words += [f"--kinds {' '.join(given.kinds)}"] if given.kinds else []
-    words += [f"--layouts {' '.join(given.layouts)}"] if given.layouts != layouts else []
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    words = [f"--incidents {options.incidents} --seed {options.seed} --second {options.second:g}"]
+    words += [f"--kinds {' '.join(options.kinds)}"] if options.kinds else []
+    words += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != layouts else []
     settings = " ".join(words)
     benchmark = Benchmark("campaign", {"settings": settings})
-    planned = list(schedule(given.seed, given.incidents, given.kinds or usual, given.layouts, given.second))
+    planned = list(
+        schedule(options.seed, options.incidents, options.kinds or usual, options.layouts, options.second)
+    )
     if any(one.kind == "cut" for one in planned) and not namespaces.permitted():
         raise JobError(
             "the kind `cut` needs network namespaces, which this user may not make here: name the --kinds, "
@@ -256,22 +258,22 @@ def main() -> None:
         )
     # What was run for another schedule is none of this one.
     drawn = hashlib.sha256("\n".join(map(repr, planned)).encode()).hexdigest()[:8]
-    folder = OUT / f"campaign-{given.seed}-{drawn}"
+    folder = OUT / f"campaign-{options.seed}-{drawn}"
     campaign = Campaign(folder, planned)
     if campaign.incidents:
         print(f"going on after {len(campaign.incidents)} incidents in {folder.relative_to(ROOT)}", flush=True)
-    fight(campaign, Turns(campaign, given.tries, until), given.workers)
+    fight(campaign, Turns(campaign, options.tries, until), options.workers)
     equal, problems = check_records(campaign)
 
     incidents = campaign.incidents
-    count = {outcome: sum(one.outcome == outcome for one in incidents) for outcome in OUTCOMES}
-    problems += [f"{one.fault}: {problem}" for one in incidents for problem in one.problems]
+    count = {outcome: sum(incident.outcome == outcome for incident in incidents) for outcome in OUTCOMES}
+    problems += [f"{incident.fault}: {problem}" for incident in incidents for problem in incident.problems]
     minutes, each = campaign.seconds / 60, campaign.seconds / max(1, len(incidents))
     starts = sum(len(campaign.jobs(cut)) for cut in CUTS)
     summary = [
-        f"{len(incidents)} of {given.incidents} incidents: "
+        f"{len(incidents)} of {options.incidents} incidents: "
         + ", ".join(f"{number} {outcome}" for outcome, number in count.items())
-        + f"; a second fault struck in {sum(one.second is not None for one in incidents)} of them.",
+        + f"; a second fault struck in {sum(incident.second is not None for incident in incidents)} of them.",
         f"{sum(equal.values())} records (loss, grad norm) are bit for bit those of the unmodified framework.",
         f"{minutes:.0f} minutes, {each:.1f} s per incident with its restart; starts of ttprun: {starts}.",
     ]
@@ -281,21 +283,21 @@ def main() -> None:
         second_table(incidents, planned),
         cut_table(incidents, planned, equal),
     ]
-    succeeded = len(incidents) == given.incidents and not problems
+    succeeded = len(incidents) == options.incidents and not problems
     benchmark.finish(
         "\n\n".join([*tables, "\n".join(summary)]),
         {
-            "incidents": [asdict(one) for one in incidents],
+            "incidents": [asdict(incident) for incident in incidents],
             "problems": problems,
             "reached": succeeded,
         },
     )
-    if given.write:
-        command = f"python benchmarks/campaign.py {settings} --write {given.write}"
+    if options.write:
+        command = f"python benchmarks/campaign.py {settings} --write {options.write}"
         text = section(benchmark.where, command, tables, summary)
-        write_section(given.write, heading(given.kinds or usual), text)
+        write_section(options.write, heading(options.kinds or usual), text)
     if not succeeded:
-        raise JobError(f"{len(incidents)} of {given.incidents} incidents, {len(problems)} problems")
+        raise JobError(f"{len(incidents)} of {options.incidents} incidents, {len(problems)} problems")
 
 
 if __name__ == "__main__":

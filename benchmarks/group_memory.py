@@ -80,9 +80,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    given = parser.parse_args()
+    options = parser.parse_args()
     benchmark = Benchmark("group_memory", {"groups": GROUPS, "large message": f"{LARGE_MB:g} MB"})
-    found = {processes: measure(processes) for processes in given.processes}
+    found = {processes: measure(processes) for processes in options.processes}
     names = list(next(iter(found.values())))
     rows = [[name, *(f"{found[p][name]:.2f}" for p in found)] for name in names]
     benchmark.finish(

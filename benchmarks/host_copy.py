@@ -30,10 +30,10 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=512, help="of optimizer state")
     parser.add_argument("--runs", type=int, default=10)
-    given = parser.parse_args()
-    benchmark = Benchmark("host_copy", vars(given))
+    options = parser.parse_args()
+    benchmark = Benchmark("host_copy", vars(options))
     torch.set_num_threads(1)
-    count = max(1, given.megabytes * 1_000_000 // (12 * _PARAM))
+    count = max(1, options.megabytes * 1_000_000 // (12 * _PARAM))
     params = [torch.nn.Parameter(torch.randn(_PARAM)) for _ in range(count)]
     optimizer = torch.optim.AdamW(params, lr=0.1)
     for param in params:
@@ -52,7 +52,7 @@ def main() -> None:
 
     copied: list[float] = []
     hashed: list[float] = []
-    for run in range(given.runs + 1):
+    for run in range(options.runs + 1):
         begun = time.process_time()
         size = content.write(trainee, record, content.take_extra(trainee), room, lambda: False)  # type: ignore[arg-type]
         written = time.process_time()

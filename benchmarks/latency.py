@@ -97,14 +97,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=1, help="of ranks and phases")
-    given = parser.parse_args()
-    benchmark = Benchmark("latency", {"repeats": given.repeats, "seed": given.seed})
-    source = random.Random(given.seed)
+    options = parser.parse_args()
+    benchmark = Benchmark("latency", {"repeats": options.repeats, "seed": options.seed})
+    source = random.Random(options.seed)
     folder = new_folder("latency")
     found = {}
-    for number, kind in enumerate(given.kinds):
-        print(f"{kind}: {given.repeats} faults", flush=True)
-        found[kind] = measure(folder / str(number), kind, schedule(kind, given.repeats, source))
+    for number, kind in enumerate(options.kinds):
+        print(f"{kind}: {options.repeats} faults", flush=True)
+        found[kind] = measure(folder / str(number), kind, schedule(kind, options.repeats, source))
     shutil.rmtree(folder)
 
     rows, findings = [], {}

@@ -227,9 +227,9 @@ def main() -> None:
     parser.add_argument(
         "--write", type=Path, metavar="PAGE", help="write the table into its section of a page"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     settings = {
-        name: vars(given)[name] for name in ("pairs", "block", "layers", "hidden", "sequence", "seed")
+        name: vars(options)[name] for name in ("pairs", "block", "layers", "hidden", "sequence", "seed")
     }
     benchmark = Benchmark("layout_cost", settings)
     counted = "in a network namespace of its own"
@@ -239,12 +239,12 @@ def main() -> None:
     kept = OUT / "layout_cost.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     found: dict[str, Any] = before["rows"] if before.get("settings") == settings else {}
-    source = random.Random(given.seed)
+    source = random.Random(options.seed)
     folder = new_folder("layout_cost")
     for number, row in enumerate(rows()):
-        if row.family in given.only:
+        if row.family in options.only:
             print(row.name, flush=True)
-            found[row.name] = measure(row, folder / str(number), given, source)
+            found[row.name] = measure(row, folder / str(number), options, source)
     shutil.rmtree(folder)
 
     known = [row for row in rows() if row.name in found]
@@ -269,10 +269,10 @@ def main() -> None:
         )
     text += f"\n- losses and grad norms: {compared} compared, all equal, bit for bit"
     benchmark.finish(text, {"rows": found, "counted": counted})
-    if given.write:
-        command = f"    python benchmarks/layout_cost.py --pairs {given.pairs} --write {given.write}"
+    if options.write:
+        command = f"    python benchmarks/layout_cost.py --pairs {options.pairs} --write {options.write}"
         when = " and ".join(sorted({found[row.name]["at"][:10] for row in known}))
-        write_section(given.write, SECTION, f"{command}\n\nOn {benchmark.where}, {when}.\n\n{text}")
+        write_section(options.write, SECTION, f"{command}\n\nOn {benchmark.where}, {when}.\n\n{text}")
 
 
 if __name__ == "__main__":

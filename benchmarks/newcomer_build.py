@@ -87,10 +87,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3, help="processes of each size")
-    given = parser.parse_args()
-    benchmark = Benchmark("newcomer_build", {"runs": given.runs})
+    options = parser.parse_args()
+    benchmark = Benchmark("newcomer_build", {"runs": options.runs})
     start(*SIZES[0])  # the first one may compile what it imports
-    found = {size: [start(*size) for _ in range(given.runs)] for size in SIZES}
+    found = {size: [start(*size) for _ in range(options.runs)] for size in SIZES}
     rows = [[part, *(_told(runs, part) for runs in found.values())] for part in PARTS]
     millions = [runs[0]["parameters"] / 1e6 for runs in found.values()]
     head = ["CPU seconds, median (range)", *(f"{count:.1f} M parameters" for count in millions)]
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _told(runs: list[dict[str, float]], part: str) -> str:
-    told = spread([one[part] for one in runs])
+    told = spread([run[part] for run in runs])
     return f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})"
 
 

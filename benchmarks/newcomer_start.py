@@ -57,11 +57,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=10, help="processes of each way")
-    given = parser.parse_args()
-    benchmark = Benchmark("newcomer_start", {"pairs": given.pairs})
+    options = parser.parse_args()
+    benchmark = Benchmark("newcomer_start", {"pairs": options.pairs})
     start(WAYS[0])  # the first one may compile what it imports
     found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for _ in range(given.pairs):
+    for _ in range(options.pairs):
         for way in WAYS:
             found[way].append(start(way))
     rows = []

@@ -70,7 +70,7 @@ def measure(
     kind = "cut" if cut else way.kind
     folder.mkdir()
     with namespaces.star(nodes + 1, cut=loss.node) as network:
-        ended = harness.run(
+        result = harness.run(
             Job(
                 folder / "job",
                 layout,
@@ -85,23 +85,23 @@ def measure(
                 cold=True,
             )
         )
-    if [code for node, code in enumerate(ended.codes) if node != loss.node] != [0] * nodes:
-        raise JobError(f"exit codes {ended.codes}:\n{ended.log[-3000:]}")
+    if [code for node, code in enumerate(result.codes) if node != loss.node] != [0] * nodes:
+        raise JobError(f"exit codes {result.codes}:\n{result.log[-3000:]}")
     is_online = way.options[1] != "0"
-    if ("(1 without a restart)" in ended.logs[1 - loss.node]) != is_online:
-        raise JobError(f"it was {'not ' if is_online else ''}recovered online:\n{ended.log[-3000:]}")
+    if ("(1 without a restart)" in result.logs[1 - loss.node]) != is_online:
+        raise JobError(f"it was {'not ' if is_online else ''}recovered online:\n{result.log[-3000:]}")
     # The line of the step that all go on from may be written nowhere; what follows depends on it.
     steps = {*range(1, ITERATIONS + 1)} - {loss.step - 1, loss.step}
-    outcome.assert_same_training(ended, baseline.records, steps=steps)
+    outcome.assert_same_training(result, baseline.records, steps=steps)
     name = f"iter_{ITERATIONS:07d}"
     found = differences(folder / "save" / name, baseline.checkpoints / name)
     if not is_online:  # the framework saves with which arguments it was started
         found = [one for one in found if "/args./" not in one]
     if found:
         raise JobError(f"the checkpoint at the end differs: {found[:3]}")
-    struck = ended.stamps[0]["time"]
+    struck = result.stamps[0]["time"]
     # The other ranks may still finish the step that they are in, and never the next one.
-    done = {rank: [line for line in lines if line["time"] > struck] for rank, lines in ended.records.items()}
+    done = {rank: [line for line in lines if line["time"] > struck] for rank, lines in result.records.items()}
     return (
         max(min(line["time"] for line in lines if line["iteration"] > loss.step) for lines in done.values())
         - struck
@@ -122,30 +122,32 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, choices=(2, 4), default=2, help="beside the spare node")
     parser.add_argument("--cut", action="store_true", help="the node is cut off, and not killed")
     parser.add_argument("--tls", action="store_true", help="with certificates")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not namespaces.permitted():
         raise JobError("this user may make no network namespace")
-    shape = {"node": given.node, "nodes": given.nodes, "cut": given.cut, "tls": given.tls}
-    benchmark = Benchmark("node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts), **shape})
-    source = random.Random(given.seed)
+    shape = {"node": options.node, "nodes": options.nodes, "cut": options.cut, "tls": options.tls}
+    benchmark = Benchmark(
+        "node_loss", {"rounds": options.rounds, "layouts": ", ".join(options.layouts), **shape}
+    )
+    source = random.Random(options.seed)
     folder = new_folder("node_loss")
     baseline_of = scenario.baselines(keeping.KEPT)
-    found: dict[str, list[float]] = {name: [] for name in given.ways}
-    for number in range(given.rounds):
-        name = given.layouts[number % len(given.layouts)]
-        loss = Loss(name, source.choice(PHASES), source.choice(STEPS), given.node)
+    found: dict[str, list[float]] = {name: [] for name in options.ways}
+    for number in range(options.rounds):
+        name = options.layouts[number % len(options.layouts)]
+        loss = Loss(name, source.choice(PHASES), source.choice(STEPS), options.node)
         baseline = baseline_of(LAYOUTS[name])
-        for way in given.ways:
-            print(f"round {number + 1} of {given.rounds}, {loss}: {way}", flush=True)
+        for way in options.ways:
+            print(f"round {number + 1} of {options.rounds}, {loss}: {way}", flush=True)
             place = folder / f"{number}-{len(list(folder.iterdir()))}"
-            cost = measure(place, WAYS[way], loss, baseline, given.nodes, cut=given.cut, tls=given.tls)
+            cost = measure(place, WAYS[way], loss, baseline, options.nodes, cut=options.cut, tls=options.tls)
             found[way].append(cost)
     shutil.rmtree(folder)
 
     rows: list[list[Any]] = []
     for name, times in found.items():
         # A silent node is missed after 2 to 3 s, and the fault does not wait for warm processes.
-        there, target = spread(times), None if given.cut else WAYS[name].target_s
+        there, target = spread(times), None if options.cut else WAYS[name].target_s
         reached = "–" if target is None else "reached" if there["median"] <= target else "MISSED"
         cell = f"{there['median']:.2f} ({there['min']:.2f} to {there['max']:.2f})"
         rows.append([name, cell, len(times), "–" if target is None else f"≤ {target:g}: {reached}"])

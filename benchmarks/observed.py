@@ -159,22 +159,22 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=4, help="of the jobs whose steps are timed")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks, after each start")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    benchmark = Benchmark("observed", {**vars(given), "ranks": RANKS})
-    source = random.Random(given.seed)
+    options = parser.parse_args()
+    benchmark = Benchmark("observed", {**vars(options), "ranks": RANKS})
+    source = random.Random(options.seed)
     folder = new_folder("observed")
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for number in range(given.rounds):
-        print(f"faults: round {number + 1} of {given.rounds}", flush=True)
+    for number in range(options.rounds):
+        print(f"faults: round {number + 1} of {options.rounds}", flush=True)
         drawn = source.random()
         for arm in source.sample(ARMS, k=2):  # both get the same faults
             place = folder / f"{arm}-{number}"
-            times[arm] += published(place, given.faults, random.Random(drawn), observed=arm == "on")
-    ratios, scrapes = step_ratios(folder, given.starts, given.pairs, source)
+            times[arm] += published(place, options.faults, random.Random(drawn), observed=arm == "on")
+    ratios, scrapes = step_ratios(folder, options.starts, options.pairs, source)
     shutil.rmtree(folder)
 
-    step = (statistics.median(ratios), *interval(ratios, given.seed))
-    wait = ratio_of_medians(times, given.seed)
+    step = (statistics.median(ratios), *interval(ratios, options.seed))
+    wait = ratio_of_medians(times, options.seed)
     rows = [
         ["step time", "", "", *(f"{value:.4f}" for value in step), f"≤ {STEP_TARGET:g}"],
         [

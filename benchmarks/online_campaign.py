@@ -219,25 +219,25 @@ def main() -> None:
     )
     parser.add_argument("--second", type=float, default=0.35, help="the share with a second fault")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables as a page")
-    given = parser.parse_args()
-    usual_layouts = list(_second_faults.CUTS if given.second_faults else LAYOUTS)
-    given.layouts = given.layouts or usual_layouts
-    second = "--second-faults" if given.second_faults else f"--second {given.second:g}"
-    words = [f"--incidents {given.incidents} --seed {given.seed} {second}"]
-    words += [f"--kinds {' '.join(given.kinds)}"] if given.kinds != usual else []
-    words += [f"--layouts {' '.join(given.layouts)}"] if given.layouts != usual_layouts else []
-    words += [f"--struck {' '.join(given.struck)}"] if given.struck != list(_second_faults.WHO) else []
+    options = parser.parse_args()
+    usual_layouts = list(_second_faults.CUTS if options.second_faults else LAYOUTS)
+    options.layouts = options.layouts or usual_layouts
+    second = "--second-faults" if options.second_faults else f"--second {options.second:g}"
+    words = [f"--incidents {options.incidents} --seed {options.seed} {second}"]
+    words += [f"--kinds {' '.join(options.kinds)}"] if options.kinds != usual else []
+    words += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != usual_layouts else []
+    words += [f"--struck {' '.join(options.struck)}"] if options.struck != list(_second_faults.WHO) else []
     settings = " ".join(words)
     benchmark = Benchmark("online_campaign", {"settings": settings})
-    drawn_by = hashlib.sha256(" ".join([*words[1:], f"{given.seed} {second}"]).encode())
-    folder = OUT / f"online-{given.seed}-{drawn_by.hexdigest()[:8]}"
+    drawn_by = hashlib.sha256(" ".join([*words[1:], f"{options.seed} {second}"]).encode())
+    folder = OUT / f"online-{options.seed}-{drawn_by.hexdigest()[:8]}"
     done: list[dict[str, Any]] = []
     found: list[Incident] = []
-    online_s, jobs = 60, draw(given.seed, given.layouts, given.second, given.kinds)
-    if given.second_faults:
-        online_s, jobs = SECOND_FAULTS_S, _second_faults.draw(given.seed, given.layouts, given.struck)
+    online_s, jobs = 60, draw(options.seed, options.layouts, options.second, options.kinds)
+    if options.second_faults:
+        online_s, jobs = SECOND_FAULTS_S, _second_faults.draw(options.seed, options.layouts, options.struck)
     for drawn in itertools.islice(jobs, 10_000):
-        if len(found) >= given.incidents:
+        if len(found) >= options.incidents:
             break
         one = fight(folder, drawn, online_s)
         done.append(one)
@@ -245,7 +245,7 @@ def main() -> None:
         found += here
         count = Counter(each.outcome for each in here)
         print(
-            f"{len(found)}/{given.incidents} {drawn.cut}: "
+            f"{len(found)}/{options.incidents} {drawn.cut}: "
             + ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
             + f", {one['seconds']:.0f} s"
             + "".join(
@@ -256,15 +256,15 @@ def main() -> None:
         )
     problems = [problem for one in done for problem in one["problems"]]
     tables, summary = tables_of(found, done)
-    what, title = WHAT, heading(given.kinds, ", recovered online")
-    if given.second_faults:
+    what, title = WHAT, heading(options.kinds, ", recovered online")
+    if options.second_faults:
         tables = [_second_faults.outcome_table(found), *tables[2:]]
         what, title = _second_faults.WHAT, "Second faults in an online recovery"
     benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
-    if given.write:
-        command = f"python benchmarks/online_campaign.py {settings} --write {given.write}"
+    if options.write:
+        command = f"python benchmarks/online_campaign.py {settings} --write {options.write}"
         text = section(benchmark.where, command, tables, summary, what)
-        write_section(given.write, title, text)
+        write_section(options.write, title, text)
     if problems:
         raise JobError(f"{len(problems)} problems")
 

@@ -144,16 +144,16 @@ def main() -> None:
     parser.add_argument("--holders", action="store_true", help="the comparison of holders, in its place")
     parser.add_argument("--trim", action="store_true", help="the C library gives freed memory back")
     add_size_options(parser)
-    given = parser.parse_args()
-    benchmark = Benchmark("online_cost", vars(given))
+    options = parser.parse_args()
+    benchmark = Benchmark("online_cost", vars(options))
     folder = new_folder("online_cost")
     blocks = {}
-    for ranks in given.ranks:
+    for ranks in options.ranks:
         print(f"{ranks} processes", flush=True)
-        count = given.pairs or (CALL_PAIRS if given.calls else PAIRS[ranks])
-        blocks[ranks] = measure(ranks, count, folder / str(ranks), given)
+        count = options.pairs or (CALL_PAIRS if options.calls else PAIRS[ranks])
+        blocks[ranks] = measure(ranks, count, folder / str(ranks), options)
     shutil.rmtree(folder)
-    if given.calls:
+    if options.calls:
         calls = {ranks: more_calls(written) for ranks, written in blocks.items()}
         benchmark.finish(report_calls(calls), {"jobs": calls})
         return
@@ -165,7 +165,7 @@ def main() -> None:
         raise JobError("no pair of blocks fits into the steps: use more --pairs")
     found = {ranks: {"summary": summary(of_job), "pairs": of_job} for ranks, of_job in pairs.items()}
     made = {ranks: one["summary"] for ranks, one in found.items()}
-    target = HOLDERS_TARGET if given.holders else TARGET
+    target = HOLDERS_TARGET if options.holders else TARGET
     text = f"{report(made)}\n\n{verdict(made, target)}"
     for ranks, written in blocks.items():
         drills = [line for line in written if line["what"] == "drill"]

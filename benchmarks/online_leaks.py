@@ -111,13 +111,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--recoveries", type=int, default=100, help="with torch before 2.14: ten")
-    given = parser.parse_args()
-    recoveries = given.recoveries if UNLIMITED else MOST_EXCHANGES
-    benchmark = Benchmark("online_leaks", {"recoveries": recoveries, "ranks": given.ranks})
+    options = parser.parse_args()
+    recoveries = options.recoveries if UNLIMITED else MOST_EXCHANGES
+    benchmark = Benchmark("online_leaks", {"recoveries": recoveries, "ranks": options.ranks})
     folder = new_folder("online_leaks")
     found = {
-        name: measure(folder / name, kind, range(first, given.ranks), recoveries)
-        for name, (kind, first) in ((name, WAYS[name]) for name in given.ways)
+        name: measure(folder / name, kind, range(first, options.ranks), recoveries)
+        for name, (kind, first) in ((name, WAYS[name]) for name in options.ways)
     }
     shutil.rmtree(folder)
     parts = []

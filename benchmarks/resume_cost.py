@@ -116,13 +116,15 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=10, help="pairs, from memory and from the disk each")
     parser.add_argument("--mebibytes", type=int, default=1024)
-    given = parser.parse_args()
-    benchmark = Benchmark("resume_cost", {"repeats": given.repeats, "MiB": given.mebibytes})
+    options = parser.parse_args()
+    benchmark = Benchmark("resume_cost", {"repeats": options.repeats, "MiB": options.mebibytes})
     folder = new_folder("resume_cost")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     patches.load("worker")
     patching.arm("worker")
-    state = {f"param{number}": torch.rand((given.mebibytes << 18) // PARAMS) / 3 for number in range(PARAMS)}
+    state = {
+        f"param{number}": torch.rand((options.mebibytes << 18) // PARAMS) / 3 for number in range(PARAMS)
+    }
     rows, findings = [], {}
     for name, (save, load) in FORMATS.items():
         root = folder / name
@@ -138,7 +140,7 @@ def main() -> None:
 
         for where in ("memory", "disk"):
             took: dict[Callable[[], None], list[Took]] = {alone: [], checked: []}
-            for number in range(given.repeats + 1):
+            for number in range(options.repeats + 1):
                 for act in (alone, checked)[:: 1 if number % 2 else -1]:
                     if where == "disk":
                         forget(checkpoint)
@@ -151,7 +153,10 @@ def main() -> None:
             seconds = [[one.seconds for one in some] for some in took.values()]
             cpu = [statistics.median(one.cpu for one in some) for some in took.values()]
             read = max(one.read for one in took[checked]) / bytes_of(checkpoint)
-            cells = [f"{statistics.median(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in seconds]
+            cells = [
+                f"{statistics.median(second):.3f} ({min(second):.3f} to {max(second):.3f})"
+                for second in seconds
+            ]
             reached = "reached" if ratio <= TARGET else "MISSED"
             rows.append([name, where, *cells, f"{ratio:.2f}", reached, *map("{:.2f}".format, (*cpu, read))])
             findings[f"{name}, {where}"] = {

@@ -68,12 +68,12 @@ def timeline(
     published = first(incident, "published")
     (writer,) = {event["rank"] for event in incident["events"] if event["type"] == "written"}
     parts = {
-        what: sum(
+        part: sum(
             line["seconds"]
             for line in watched
-            if line["what"] == what and line["rank"] == writer and ordered <= line["time"] <= published
+            if line["what"] == part and line["rank"] == writer and ordered <= line["time"] <= published
         )
-        for what in PARTS
+        for part in PARTS
     }
     whole = {
         "notice": noticed - stamp["time"],
@@ -153,12 +153,13 @@ def main() -> None:
         help="of the faults; with door-before the main threads wait, and use no memory beside the dump",
     )
     parser.add_argument("--format", choices=("torch", "torch_dist"), default="torch")
-    given = parser.parse_args()
-    settings = {"repeats": given.repeats, "phase": given.phase, "format": given.format}
-    benchmark = Benchmark("save_cost", {**settings, **{m: MODELS[m] for m in given.models}})
+    options = parser.parse_args()
+    settings = {"repeats": options.repeats, "phase": options.phase, "format": options.format}
+    benchmark = Benchmark("save_cost", {**settings, **{m: MODELS[m] for m in options.models}})
     folder = new_folder("save_cost")
     found = {
-        name: measure(folder / name, name, given.repeats, given.phase, given.format) for name in given.models
+        name: measure(folder / name, name, options.repeats, options.phase, options.format)
+        for name in options.models
     }
     shutil.rmtree(folder)
 

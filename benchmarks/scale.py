@@ -140,8 +140,8 @@ class Job:
         return Frozen(rank, 1, BoardRecord(rank, 4000 + rank, Phase.RUNNING, STEP, STEP, STEP))
 
     def dump(self) -> None:
-        told = Prepared(0, 1, f"/checkpoints/{temporary_name(STEP)}", "")
-        assert self.hear(PREPARED, [told]) == ["Dump"]
+        prepared = Prepared(0, 1, f"/checkpoints/{temporary_name(STEP)}", "")
+        assert self.hear(PREPARED, [prepared]) == ["Dump"]
         dying = Dying(HOLDER, 0.0, BoardRecord(HOLDER))
         assert self.hear("a holder dies in the dump → dumps", [dying]) == ["Dump"]
         dumps = self.dumps
@@ -165,15 +165,15 @@ def main() -> None:
     parser.add_argument(
         "--groups", type=int, default=125, help="ranks that write: tensor × pipeline parallel"
     )
-    given = parser.parse_args()
-    if given.ranks % (2 * given.groups) or given.ranks % PER_NODE:
-        parser.error(f"--ranks is {given.ranks}: give a multiple of {PER_NODE} and of {2 * given.groups}")
-    benchmark = Benchmark("scale", {"ranks": given.ranks, "groups": given.groups})
+    options = parser.parse_args()
+    if options.ranks % (2 * options.groups) or options.ranks % PER_NODE:
+        parser.error(f"--ranks is {options.ranks}: give a multiple of {PER_NODE} and of {2 * options.groups}")
+    benchmark = Benchmark("scale", {"ranks": options.ranks, "groups": options.groups})
 
     # Files of the jobs may be written a moment longer.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Log(config.load({"TTP_LOG_PATH": folder}))
-        found, memory = measure(given.ranks, given.groups, folder)
+        found, memory = measure(options.ranks, options.groups, folder)
         log.close()
 
     decisions = [name for name in found if "→" in name and "all are there" not in name]
@@ -217,11 +217,11 @@ def measure(ranks: int, groups: int, folder: str) -> tuple[dict[str, float], flo
     job.freeze({VICTIM})
     job.dump()
 
-    other = Job(ranks, groups, folder)
-    other.start()
-    assert other.hear("a node is lost → freezes", [AgentLost(NODE)]) == ["Freeze"]
-    other.succeed()
-    return {**other.took, **job.took}, memory
+    other_job = Job(ranks, groups, folder)
+    other_job.start()
+    assert other_job.hear("a node is lost → freezes", [AgentLost(NODE)]) == ["Freeze"]
+    other_job.succeed()
+    return {**other_job.took, **job.took}, memory
 
 
 if __name__ == "__main__":

@@ -197,8 +197,8 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="requests after the first one")
     times = parser.parse_args().times
     bench = Benchmark("scrape", {"agents": AGENTS, "events": EVENTS, "incidents": INCIDENTS_OF_THE_JOB})
-    with tempfile.TemporaryDirectory() as where:
-        rows = measure(Folder(Path(where) / "gpt"), times)
+    with tempfile.TemporaryDirectory() as temporary_directory:
+        rows = measure(Folder(Path(temporary_directory) / "gpt"), times)
     met = float(rows[0][3]) <= GOAL_MS
     goal = f"95 % of the answers of {PATHS[0]} after the first within {GOAL_MS:g} ms"
     bench.finish(f"{table(HEAD, rows)}\n{goal}: {'met' if met else 'not met'}", {"rows": rows})

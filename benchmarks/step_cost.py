@@ -97,7 +97,7 @@ class Referee:
         return _loopback() - before
 
     def dismiss(self) -> None:
-        for connection in [one for ranks in self._ranks.values() for one in ranks]:
+        for connection in [rank for ranks in self._ranks.values() for rank in ranks]:
             connection.close()
         self._server.close()
 
@@ -238,42 +238,42 @@ def main() -> None:
         help="copies every K steps against none; auto: of shards that have no second holder",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns and of the interval")
-    given = parser.parse_args()
-    given.instances = given.instances or (2 if given.replica == "split" else 1)
-    copies = given.host_copy != "0"
-    against = given.online or copies
-    replica = "none" if given.host_copy == "auto" else given.replica
-    target = ONLINE_TARGET if given.online else HOST_COPY_TARGET if against else TARGETS[given.replica]
-    name = "step_cost_online" if given.online else "step_cost_host_copy" if against else "step_cost"
-    benchmark = Benchmark(name, vars(given))
-    source = random.Random(given.seed)
+    options = parser.parse_args()
+    options.instances = options.instances or (2 if options.replica == "split" else 1)
+    copies = options.host_copy != "0"
+    against = options.online or copies
+    replica = "none" if options.host_copy == "auto" else options.replica
+    target = ONLINE_TARGET if options.online else HOST_COPY_TARGET if against else TARGETS[options.replica]
+    name = "step_cost_online" if options.online else "step_cost_host_copy" if against else "step_cost"
+    benchmark = Benchmark(name, vars(options))
+    source = random.Random(options.seed)
     folder = new_folder("step_cost")
     race = Race(
-        given.pairs,
-        given.block,
-        given.instances,
-        against or given.instances == (2 if given.replica == "split" else 1),
+        options.pairs,
+        options.block,
+        options.instances,
+        against or options.instances == (2 if options.replica == "split" else 1),
         [
-            *model(given.layers, given.hidden, given.sequence),
-            *("--global-batch-size", str(given.global_batch)),
+            *model(options.layers, options.hidden, options.sequence),
+            *("--global-batch-size", str(options.global_batch)),
         ],
         {
             "TTP_REPLICA": replica,
-            "TTP_ONLINE": "60" if given.online else "0",
-            "TTP_HOST_COPY": given.host_copy,
+            "TTP_ONLINE": "60" if options.online else "0",
+            "TTP_HOST_COPY": options.host_copy,
         },
         {"TTP_REPLICA": replica, "TTP_HOST_COPY": "0"} if against else None,
         middle=statistics.mean if copies else statistics.median,
     )
     starts = []
-    for number in range(given.starts):
-        print(f"start {number + 1} of {given.starts}", flush=True)
+    for number in range(options.starts):
+        print(f"start {number + 1} of {options.starts}", flush=True)
         starts.append(one_start(folder / str(number), race, source))
     shutil.rmtree(folder)
 
     ratios = [on / off for start in starts for off, on in zip(start["off"], start["on"], strict=True)]
     ratio = statistics.median(ratios)
-    low, high = interval(ratios, given.seed)
+    low, high = interval(ratios, options.seed)
     rows = [
         [
             f"start {number + 1}",
@@ -287,13 +287,13 @@ def main() -> None:
     of_cpu = {arm: [seconds for start in starts for seconds in start["cpu"][arm]] for arm in ARMS}
     cpu_ratios = [on / off for off, on in zip(of_cpu["off"], of_cpu["on"], strict=True)]
     cpu_off, cpu_on = (1000 * statistics.median(of_cpu[arm]) for arm in ARMS)
-    cpu_ratio, (cpu_low, cpu_high) = statistics.median(cpu_ratios), interval(cpu_ratios, given.seed)
+    cpu_ratio, (cpu_low, cpu_high) = statistics.median(cpu_ratios), interval(cpu_ratios, options.seed)
     resolution = (high - low) / 2
     verdict = "reached" if ratio <= target else "MISSED"
     if resolution > 0.01:
         verdict += f", but known only to ±{100 * resolution:.1f} %: use more pairs or a quiet machine"
     compared = sum(start["compared"] for start in starts)
-    what = "online recovery" if given.online else "host copies" if against else "adaptor"
+    what = "online recovery" if options.online else "host copies" if against else "adaptor"
     middle = "mean" if copies else "median"
     benchmark.finish(
         table([f"{middle} step, ms", "off", "on", "on / off"], rows)

@@ -63,21 +63,21 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6, help="pairs of blocks, one off and one on")
     _blocks.add_options(parser)
     add_size_options(parser)
-    given = parser.parse_args()
-    benchmark = Benchmark("step_counts", vars(given))
+    options = parser.parse_args()
+    benchmark = Benchmark("step_counts", vars(options))
     without = why_no_instructions()
     if without:
         print(f"instructions are not counted: this machine has no counter of them ({without})", flush=True)
     folder = new_folder("step_counts")
     found: dict[str, dict[str, Any]] = {}
-    for layout in given.layouts:
+    for layout in options.layouts:
         ranks, extra = _CUTS[layout]
-        for name in given.replicas:
+        for name in options.replicas:
             known = _REPLICAS[name]
-            environment = {**known.environment, **({"TTP_ONLINE": "60"} if given.online else {})}
+            environment = {**known.environment, **({"TTP_ONLINE": "60"} if options.online else {})}
             row = Row(f"{layout}, {name}", environment, known.distributed, ranks, extra)
             print(row.name, flush=True)
-            pairs = measure(row, folder / str(len(found)), given, "counts")
+            pairs = measure(row, folder / str(len(found)), options, "counts")
             found[row.name] = {meter: counted(pairs, meter) for meter in METERS if meter in pairs[0][0]}
     shutil.rmtree(folder)
     benchmark.finish(report(found), {"rows": found})

@@ -128,16 +128,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks, one off and one on")
     _blocks.add_options(parser, block=3)
     add_size_options(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < RANKS:
         parser.error(f"{len(os.sched_getaffinity(0))} core may be used here: {RANKS} processes need one each")
-    benchmark = Benchmark("step_parts", vars(given))
+    benchmark = Benchmark("step_parts", vars(options))
     folder = new_folder("step_parts")
     found = {}
     for number, row in enumerate(ROWS):
-        if row.name in given.only:
+        if row.name in options.only:
             print(row.name, flush=True)
-            pairs = measure(row, folder / str(number), given, "times")
+            pairs = measure(row, folder / str(number), options, "times")
             found[row.name] = summary(pairs)
     shutil.rmtree(folder)
     benchmark.finish(report(found), {"rows": found})

@@ -103,8 +103,8 @@ WHAT: dict[str, Callable[[Store, Path], object]] = {
 def run(what: str, url: str, endpoint: str, root: Path) -> dict[str, float]:
     """Do one thing in a process of its own; return its seconds and the peak of its memory, in bytes."""
     command = [sys.executable, __file__, "--do", what, url, endpoint, str(root)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(completed.stdout)
     return found
 
 
@@ -115,7 +115,7 @@ def do(what: str, url: str, endpoint: str, root: str) -> None:
     WHAT[what](store, Path(root))
     seconds, cpu = time.perf_counter() - began, time.process_time() - before
     # Not of getrusage, which begins with the memory of the process that this one was forked from.
-    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in one)
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     memory = int(line.split()[1]) << 10
     print(json.dumps({"seconds": seconds, "cpu": cpu, "memory": memory}))
 

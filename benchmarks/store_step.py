@@ -209,17 +209,17 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=2048, help="size of a checkpoint (default 2048)")
     _blocks.add_options(parser)
     add_size_options(parser)
-    given = parser.parse_args()
-    benchmark = Benchmark("store_step", vars(given))
+    options = parser.parse_args()
+    benchmark = Benchmark("store_step", vars(options))
     folder = new_folder("store_step")
     found = {}
-    for ranks in given.ranks:
+    for ranks in options.ranks:
         began = time.monotonic()
-        found[ranks] = measure(ranks, folder / str(ranks), given)
+        found[ranks] = measure(ranks, folder / str(ranks), options)
         shutil.rmtree(folder / str(ranks))  # some gigabytes
         print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
     shutil.rmtree(folder)
-    text, lines = report(found, given.seed)
+    text, lines = report(found, options.seed)
     benchmark.finish("\n".join([text, "", *lines]), {"target": TARGET, "jobs": found})
 
 

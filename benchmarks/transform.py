@@ -74,20 +74,20 @@ def main() -> None:
     parser.add_argument("--to", default="--tp 2 --pp 2", help="sizes of the target (default --tp 2 --pp 2)")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "transform", help="on the disk")
     parser.add_argument("--profile", action="store_true", help="also where the time of one process goes")
-    given = parser.parse_args()
-    benchmark = Benchmark("transform", {k: v for k, v in vars(given).items() if k != "folder"})
-    shutil.rmtree(given.folder, ignore_errors=True)
-    shape = Shape(1024, 16, 2816, given.layers, 16380, 16384)
-    small_checkpoint.write(given.folder / "source", shape)
-    _sync(given.folder / "source")
-    target, copy = given.folder / "target", given.folder / "copy"
-    transform = [sys.executable, "-m", "adaptor", "transform", str(given.folder / "source"), str(target)]
-    transform += [*given.to.split(), "--workers", str(given.workers)]
+    options = parser.parse_args()
+    benchmark = Benchmark("transform", {k: v for k, v in vars(options).items() if k != "folder"})
+    shutil.rmtree(options.folder, ignore_errors=True)
+    shape = Shape(1024, 16, 2816, options.layers, 16380, 16384)
+    small_checkpoint.write(options.folder / "source", shape)
+    _sync(options.folder / "source")
+    target, copy = options.folder / "target", options.folder / "copy"
+    transform = [sys.executable, "-m", "adaptor", "transform", str(options.folder / "source"), str(target)]
+    transform += [*options.to.split(), "--workers", str(options.workers)]
     _seconds(transform)
     took: dict[str, list[float]] = {"transform": [], "cp -r and sync": []}
     shutil.rmtree(copy, ignore_errors=True)
-    for number in range(given.rounds):
-        other = target.rename(given.folder / "before")
+    for number in range(options.rounds):
+        other = target.rename(options.folder / "before")
         for what in sorted(took, reverse=number % 2 == 0):
             if what == "transform":
                 took[what].append(_seconds(transform))
@@ -107,11 +107,11 @@ def main() -> None:
         f"\n\n{size / 1e9:.3f} GB; transform has {ratio['median']:.0%} of the speed of cp"
         f" ({ratio['min']:.0%} to {ratio['max']:.0%}), target {TARGET:.0%}"
     )
-    if given.profile:
+    if options.profile:
         shutil.rmtree(target)
-        text += "\n\n" + _profile(given.folder / "source", target, given.to.split())
+        text += "\n\n" + _profile(options.folder / "source", target, options.to.split())
     assert (target / naming.final_name(STEP)).is_dir()
-    shutil.rmtree(given.folder)
+    shutil.rmtree(options.folder)
     benchmark.finish(text, {"seconds": took, "ratios": ratios, "bytes": size})
 
 

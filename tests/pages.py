@@ -11,12 +11,12 @@ def write_section(page: Path, heading: str, text: str) -> None:
     old = page.read_text() if page.exists() else ""
     body = text.strip("\n")
     section = f"## {heading}\n\n{body}\n"
-    found = re.search(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
-    if found is None:
+    match = re.search(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
+    if match is None:
         new = f"{old.rstrip()}\n\n{section}".lstrip()
     else:
-        rest = old[found.end() :]
-        new = old[: found.start()] + section + (f"\n{rest}" if rest else "")
+        rest = old[match.end() :]
+        new = old[: match.start()] + section + (f"\n{rest}" if rest else "")
     page.write_text(new)
 
 

@@ -65,7 +65,7 @@ def test_a_spare_process_is_named() -> None:
 
 
 def without(survival: Survival, rank: int) -> Survival:
-    kept = [one for one in survival.run.steps if one.rank != rank or one.iteration < 3]
+    kept = [step for step in survival.run.steps if step.rank != rank or step.iteration < 3]
     return Survival(replace(survival.run, steps=kept), survival.incident)
 
 
@@ -89,8 +89,8 @@ def test_a_run_that_did_not_start_again_shows_no_restart() -> None:
 
 def test_another_loss_after_the_recovery_is_no_success() -> None:
     other = [
-        replace(one, losses={"lm loss": (2.5).hex()}) if one.iteration == 4 else one
-        for one in ONLINE.run.steps
+        replace(step, losses={"lm loss": (2.5).hex()}) if step.iteration == 4 else step
+        for step in ONLINE.run.steps
     ]
     found = examine(REFERENCE, CALM, Survival(replace(ONLINE.run, steps=other), RECOVERED), RESTART)
     assert not found.kept

@@ -32,15 +32,15 @@ def on_cpu(code: str, *, cwd: Path | None = None, **environment: str) -> None:
     """Run `code` with the device active; what it asserts must hold. torch has been imported before."""
     start = "from adaptor import devices\ndevices.activate('cpu')\nimport torch\n"
     command = [sys.executable, "-c", start + textwrap.dedent(code)]
-    done = warm.run(command, cwd=cwd, env={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr
+    completed = warm.run(command, cwd=cwd, env={**os.environ, **environment})
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_no_name_touches_nothing() -> None:
-    done = run(
+    completed = run(
         "from adaptor import devices; devices.activate(''); import sys; assert 'torch' not in sys.modules"
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_an_unknown_name_is_refused_in_one_line() -> None:
@@ -58,9 +58,9 @@ def test_a_device_of_the_frameworks_own_is_not_chosen() -> None:
 
 def test_too_late_is_refused(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
-    done = run("import megatron\nfrom adaptor import devices\ndevices.activate('cpu')", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "StartError: megatron was imported before the device cpu was activated" in done.stderr
+    completed = run("import megatron\nfrom adaptor import devices\ndevices.activate('cpu')", cwd=tmp_path)
+    assert completed.returncode != 0
+    assert "StartError: megatron was imported before the device cpu was activated" in completed.stderr
 
 
 def test_activating_twice_is_activating_once() -> None:
@@ -289,14 +289,14 @@ def test_a_spawned_process_does_not_import_the_script(tmp_path: Path) -> None:
             """
         ).replace("SCRIPT_DIRECTORY", repr(str(tmp_path)))
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "adaptor.devices", "cpu", script, "--flag"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.stdout == "trained\n", done.stderr
+    assert completed.stdout == "trained\n", completed.stderr
 
 
 SCRIPT = """
@@ -328,12 +328,12 @@ def test_the_end_of_a_script(end: str, code: int, said: list[str], tmp_path: Pat
     """All that is registered is done; the interpreter is only taken down after a failure."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "adaptor.devices", "cpu", str(script)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == code, done.stderr
-    assert done.stdout.splitlines() == said
+    assert completed.returncode == code, completed.stderr
+    assert completed.stdout.splitlines() == said

@@ -131,8 +131,8 @@ class Bench:
             baseline = scenario.baselines(self._out / "baselines", self._tree)
             reference = baseline(replace(layout, replica="auto"))
             with namespaces.two() if check.nodes > 1 else nullcontext() as network:
-                ended = check.run(replace(job, network=network), reference)
-            replicas = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+                result = check.run(replace(job, network=network), reference)
+            replicas = re.search(r"second copies of optimizer shards by (\w+)", result.log)
             if replicas:
                 replica = f"{replicas[1]} ({layout.replica})"
             if "--local-copy-os" in check.arguments:

@@ -139,8 +139,8 @@ class Bench:
         """Return the folder of an undisturbed job that saves every step."""
         out = self._out / "references" / layout.name
         if not (out / "done").exists():
-            ended = harness.run(self._job(out, layout, save=out / "save", save_interval=1))
-            assert ended.code == 0, ended.log[-3000:]
+            result = harness.run(self._job(out, layout, save=out / "save", save_interval=1))
+            assert result.code == 0, result.log[-3000:]
             (out / "done").touch()
         return out
 

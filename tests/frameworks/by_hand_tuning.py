@@ -116,16 +116,16 @@ def online(check: Check) -> Check:
 def _recovers(check: Check, job: Job, checkpoints: Path, expected: dict[int, list[record.Line]]) -> str:
     """Assert that the job trains on without a restart, with the reference's records and checkpoints."""
     assert job.save is not None
-    ended = harness.run(replace(job, restarts=1, environment={"TTP_ONLINE": "60"}))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log, ended.log[-3000:]
+    result = harness.run(replace(job, restarts=1, environment={"TTP_ONLINE": "60"}))
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log, result.log[-3000:]
     assert outcome.steps_in(job.save) == [check.step, ITERATIONS]
     # A rank that was killed after the step has not recorded it.
-    outcome.assert_same_training(ended, expected, steps=set(range(1, ITERATIONS + 1)) - {check.step})
+    outcome.assert_same_training(result, expected, steps=set(range(1, ITERATIONS + 1)) - {check.step})
     names = [f"iter_{step:07d}" for step in (check.step, ITERATIONS)]
-    found = [line for name in names for line in differences(job.save / name, checkpoints / name)]
+    lines = [line for name in names for line in differences(job.save / name, checkpoints / name)]
     place, what = check.but or ("", "")
-    assert [line for line in found if not place or place not in line] == [], "\n".join(found[:20])
+    assert [line for line in lines if not place or place not in line] == [], "\n".join(lines[:20])
     return f"trained on after step {check.step} without a restart, bitwise" + (
         f", but for {what}" if what else ""
     )
@@ -267,16 +267,16 @@ class Bench:
             return layout.replica, _recovers(
                 check, job, reference / "save", record.read(reference / "record")
             )
-        ended = harness.run(job)
+        result = harness.run(job)
         if check.refused:
-            assert ended.code == 2, ended.log[-3000:]
-            assert ended.last_line.startswith(f"ttprun: error: {check.refused}"), ended.log[-3000:]
-            assert "Traceback" not in ended.log, ended.log[-3000:]
-            assert not any(ended.records.values())
+            assert result.code == 2, result.log[-3000:]
+            assert result.last_line.startswith(f"ttprun: error: {check.refused}"), result.log[-3000:]
+            assert "Traceback" not in result.log, result.log[-3000:]
+            assert not any(result.records.values())
             return layout.replica, REFUSED
-        told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
-        replica = f"{told[1]} ({layout.replica})" if told else "none needed"
-        return replica, self._judge(check, ended, self._reference(check, layout, tuning), tuning)
+        match = re.search(r"second copies of optimizer shards by (\w+)", result.log)
+        replica = f"{match[1]} ({layout.replica})" if match else "none needed"
+        return replica, self._judge(check, result, self._reference(check, layout, tuning), tuning)
 
     def _program(self, check: Check | None = None, base: Path | None = None) -> Program:
         """Return the program that tunes `base` as the check says; without both, that trains a base model."""
@@ -333,8 +333,8 @@ class Bench:
         if not (out / "done").exists():
             shutil.rmtree(out, ignore_errors=True)
             job = Job(out, layout, "torchrun", save=out / "save", save_interval=interval, program=program)
-            ended = harness.run(job)
-            assert ended.code == 0, ended.log[-3000:]
+            result = harness.run(job)
+            assert result.code == 0, result.log[-3000:]
             (out / "done").touch()
         return out
 

@@ -31,10 +31,10 @@ class Check:
 
 
 def _undisturbed(job: Job, baseline: Baseline) -> Ended:
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    outcome.assert_same_training(ended, baseline.records)
-    return ended
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    outcome.assert_same_training(result, baseline.records)
+    return result
 
 
 def survives(step: int, code: int = 137) -> Callable[[Job, Baseline], Ended]:
@@ -63,16 +63,16 @@ def recovers(job: Job, baseline: Baseline) -> Ended:
     """Assert that a job trains on without a restart, with the baseline's records, log and last checkpoint."""
     assert job.save is not None
     # A rank that hangs is noticed by its standing still.
-    ended = harness.run(replace(job, options=("--ttp-online", "60", "--ttp-hang", "10")))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log, ended.log[-3000:]
+    result = harness.run(replace(job, options=("--ttp-online", "60", "--ttp-hang", "10")))
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log, result.log[-3000:]
     (saved,) = set(outcome.steps_in(job.save)) - {ITERATIONS}
     # A rank that was killed when all had finished the step has not recorded it.
-    outcome.assert_same_training(ended, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {saved})
-    framework_log.assert_same(ended, baseline)
+    outcome.assert_same_training(result, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {saved})
+    framework_log.assert_same(result, baseline)
     names = [f"iter_{step:07d}" for step in (saved, ITERATIONS)]
     assert [differences(job.save / name, baseline.checkpoints / name) for name in names] == [[], []]
-    return ended
+    return result
 
 
 def copies(step: int) -> Callable[[Job, Baseline], Ended]:
@@ -80,14 +80,14 @@ def copies(step: int) -> Callable[[Job, Baseline], Ended]:
 
     def copies(job: Job, baseline: Baseline) -> Ended:
         assert job.save is not None
-        ended = harness.run(replace(job, options=("--ttp-host-copy", "2")))
-        assert set(ended.codes) == {0}, ended.log[-3000:]
+        result = harness.run(replace(job, options=("--ttp-host-copy", "2")))
+        assert set(result.codes) == {0}, result.log[-3000:]
         line = f"[ttp] step {step} is written from the copies in host memory (nothing was saved)"
-        assert line in ended.said, ended.log[-3000:]
+        assert line in result.said, result.log[-3000:]
         name = f"iter_{step:07d}"
         assert differences(job.save / name, baseline.checkpoints / name) == []
-        outcome.assert_same_training(ended, baseline.records)
-        return ended
+        outcome.assert_same_training(result, baseline.records)
+        return result
 
     return copies
 
@@ -98,21 +98,21 @@ NOT_ONLINE = re.compile(r"\[ttp\] online recovery: no \(.+\); a fault restarts a
 
 def is_not_online(step: int) -> Callable[[Job, Baseline], Ended]:
     def is_not_online(job: Job, baseline: Baseline) -> Ended:
-        ended = restarts(step)(replace(job, options=("--ttp-online", "60")), baseline)
-        assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
-        return ended
+        result = restarts(step)(replace(job, options=("--ttp-online", "60")), baseline)
+        assert len(NOT_ONLINE.findall(result.log)) == 1, result.log[:3000]
+        return result
 
     return is_not_online
 
 
 def refused(line: str) -> Callable[[Job, Baseline], Ended]:
     def refused(job: Job, baseline: Baseline) -> Ended:
-        ended = harness.run(job)
-        assert ended.code == 2, ended.log[-3000:]
-        assert ended.last_line.startswith(f"ttprun: error: {line}"), ended.log[-3000:]
-        assert "Traceback" not in ended.log, ended.log[-3000:]
-        assert not any(ended.records.values())
-        return ended
+        result = harness.run(job)
+        assert result.code == 2, result.log[-3000:]
+        assert result.last_line.startswith(f"ttprun: error: {line}"), result.log[-3000:]
+        assert "Traceback" not in result.log, result.log[-3000:]
+        assert not any(result.records.values())
+        return result
 
     return refused
 

@@ -111,18 +111,18 @@ class Bench:
         if check.load is not None:
             job.load = self._begin(layout, check.load)
         with namespaces.two() if check.nodes > 1 else nullcontext() as network:
-            ended = harness.run(replace(job, network=network))
-        told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
-        replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+            result = harness.run(replace(job, network=network))
+        match = re.search(r"second copies of optimizer shards by (\w+)", result.log)
+        replica = f"{match[1]} ({layout.replica})" if match else "none needed"
         if check.online and check.step is None:
             return replica, self._goes_on(
-                check, ended, self._reference(layout, "split" in replica, check.load)
+                check, result, self._reference(layout, "split" in replica, check.load)
             )
         if check.online:
-            assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
+            assert len(NOT_ONLINE.findall(result.log)) == 1, result.log[:3000]
         if check.last:
-            return replica if check.spec else layout.replica, _ends_without(check, ended)
-        judged = self._judge(check, ended, self._reference(layout, "split" in replica, check.load))
+            return replica if check.spec else layout.replica, _ends_without(check, result)
+        judged = self._judge(check, result, self._reference(layout, "split" in replica, check.load))
         return replica, f"{SAID if check.online else ''}{judged}"
 
     def _goes_on(self, check: Check, ended: Ended, reference: Path) -> str:
@@ -165,8 +165,8 @@ class Bench:
             job = Job(out, layout, launcher, save=out / "save", save_interval=1, program=self._program)
             if load is not None:
                 job.load = self._begin(layout, load)
-            ended = harness.run(job)
-            assert ended.code == 0, ended.log[-3000:]
+            result = harness.run(job)
+            assert result.code == 0, result.log[-3000:]
             (out / "done").touch()
         return out
 
@@ -235,8 +235,8 @@ class Bench:
             load = self._checkpoint(reference, step, out / "load")
             save = out / "save" if launcher == "ttprun" else None
             job = Job(out / "job", layout, launcher, save=save, load=load, program=self._program)
-            ended = harness.run(job)
-            assert ended.code == 0, ended.log[-3000:]
+            result = harness.run(job)
+            assert result.code == 0, result.log[-3000:]
             (out / "done").touch()
         return record.read(out / "job" / "record")
 

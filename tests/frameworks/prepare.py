@@ -58,7 +58,7 @@ def _say(line: str) -> None:
 def _run(command: Sequence[str | Path]) -> None:
     """Run a command without output; if it fails, print its output and raise NotPreparedError."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(word) for word in command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -67,10 +67,10 @@ def _run(command: Sequence[str | Path]) -> None:
         env=environment,
         check=False,
     )
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
+    if completed.returncode:
+        print(completed.stdout, file=sys.stderr)
         raise NotPreparedError(
-            f"{' '.join(map(str, command[:4]))} ... ended with exit code {done.returncode}"
+            f"{' '.join(map(str, command[:4]))} ... ended with exit code {completed.returncode}"
         )
 
 

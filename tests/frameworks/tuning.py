@@ -82,10 +82,10 @@ def _environment(*path: Path) -> dict[str, str]:
 
 def _run(environment: dict[str, str], *words: object) -> None:
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=args.environment(**environment), cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
 
 
 def script(tree: Path) -> Path | None:

@@ -78,10 +78,10 @@ exit $code
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}: {done.stderr}")
-    return done.stdout
+    completed = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if completed.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {completed.stderr}")
+    return completed.stdout
 
 
 # What Slurm says of its nodes and jobs is only to be asked for.

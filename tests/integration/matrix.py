@@ -114,11 +114,11 @@ def share_sequences(replica: str, out: Path) -> Result:
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     print(f"  {fault}", flush=True)
     words += ("--save", str(out / "save"))
-    ended = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)])
-    assert ended.code == 137, ended.log[-3000:]
-    _assert_told(ended, cell)
+    result = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)])
+    assert result.code == 137, result.log[-3000:]
+    _assert_told(result, cell)
     outcome.assert_saved(out / "save", step)
-    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
+    outcome.assert_same_training(result, undisturbed.records, steps=range(1, step))
     resumed = train(out / "resumed", *words, launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
@@ -135,9 +135,9 @@ def fails_by_itself(what: Impossible, out: Path) -> Result:
         save_interval=4,
         arguments=what.arguments,
     )
-    ended = harness.run(job)
-    assert ended.code != 0, "it runs: take it off the list"
-    assert what.says in ended.log, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code != 0, "it runs: take it off the list"
+    assert what.says in result.log, result.log[-3000:]
     precision = () if what.layout.precision == "bf16" else (f"--{what.layout.precision}",)
     words = " ".join((*what.layout.arguments, *precision, *what.arguments))
     return {"impossible": what.layout.name.partition(",")[0], "arguments": words, "because": what.because}
@@ -211,18 +211,20 @@ def main() -> int:
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no trial after so long")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables of the page")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    given = parser.parse_args()
+    options = parser.parse_args()
     # A job must not outlive the one who looks after it.
     signal.signal(signal.SIGTERM, _leave)
-    out = given.out.resolve()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     kept = os.environ.get("TTP_TEST_BASELINES")
     baseline_of = scenario.baselines(Path(kept) if kept else out / "baselines")
-    every = trials(given.faults, given.seed, baseline_of)
-    chosen = [trial for trial in every if not given.only or any(text in trial.name for text in given.only)]
+    every = trials(options.faults, options.seed, baseline_of)
+    chosen = [
+        trial for trial in every if not options.only or any(text in trial.name for text in options.only)
+    ]
     if not chosen:
-        parser.error(f"--only is {', '.join(given.only)}: no trial has that in its name; see --list")
-    if given.list:
+        parser.error(f"--only is {', '.join(options.only)}: no trial has that in its name; see --list")
+    if options.list:
         print("\n".join(trial.name for trial in chosen))
         return 0
     results = Results(out / "results.jsonl")
@@ -230,21 +232,21 @@ def main() -> int:
     for number, trial in enumerate(chosen, 1):
         if results.passed(trial.name):
             continue
-        if given.limit is not None and time.monotonic() - began > given.limit:
+        if options.limit is not None and time.monotonic() - began > options.limit:
             break
         print(f"{number} of {len(chosen)}: {trial.name}", flush=True)
-        results.add(attempt(trial, out / "trial", given.seed))
+        results.add(attempt(trial, out / "trial", options.seed))
         line = results.lines[-1]
         print(f"  {line['problem'] or 'passed'}, {line['seconds']:.0f} s", flush=True)
         if line["problem"]:
             (out / "trial").rename(out / f"failed-{len(results.lines)}")
     names = {trial.name for trial in chosen}
-    known = [line for name, line in results.latest.items() if name in names]
-    failed = [line["trial"] for line in known if line["problem"]]
-    left = len(names) - len(known)
-    print(f"{len(known) - len(failed)} passed, {len(failed)} failed, {left} not run yet", *failed, sep="\n  ")
-    if given.write:
-        write(given.write, results.lines, [trial.name for trial in every], given.seed, given.faults)
+    lines = [line for name, line in results.latest.items() if name in names]
+    failed = [line["trial"] for line in lines if line["problem"]]
+    left = len(names) - len(lines)
+    print(f"{len(lines) - len(failed)} passed, {len(failed)} failed, {left} not run yet", *failed, sep="\n  ")
+    if options.write:
+        write(options.write, results.lines, [trial.name for trial in every], options.seed, options.faults)
     return 1 if failed else 3 if left else 0
 
 

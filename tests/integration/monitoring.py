@@ -281,8 +281,8 @@ def main() -> int:
     if absent:
         print(absent, file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="ttp-monitoring-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="ttp-monitoring-") as temporary_directory:
+        folder = Path(temporary_directory)
         try:
             seen = observe(folder)
         except AssertionError as error:

@@ -42,8 +42,8 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     undisturbed = bridge(tmp_path / "undisturbed", "--save", str(tmp_path / "own"), launcher="torchrun")
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
-    ended = bridge(tmp_path / "job", "--save", str(save), faults=[fault])
-    assert ended.code == 137, ended.log[-3000:]
+    result = bridge(tmp_path / "job", "--save", str(save), faults=[fault])
+    assert result.code == 137, result.log[-3000:]
     assert outcome.tracked(save) == "3"
     assert (save / TRACKER).read_bytes() == (save / "iter_0000003/train_state.pt").read_bytes()
     copy = shutil.copytree(save, tmp_path / "copy")
@@ -52,10 +52,10 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     outcome.assert_same_training(by_itself, undisturbed.records, steps)
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
-    ended = bridge(tmp_path / "online", "--save", str(save), restarts=1, faults=[fault], options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed.records, steps)
+    result = bridge(tmp_path / "online", "--save", str(save), restarts=1, faults=[fault], options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
+    outcome.assert_same_training(result, undisturbed.records, steps)
     # Rank 1 dies, the only holder of its shard; then both die, and all start again from their copies.
     options = ("--ttp-replica", "none", "--ttp-host-copy", "1", "--ttp-online", "60", "--ttp-spares", "0")
     faults = [
@@ -65,11 +65,15 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     job = ("--save-interval", "100", "--save")
     alone = bridge(tmp_path / "alone", *job, str(tmp_path / "own-alone"), launcher="torchrun", instances=1)
     copied = str(tmp_path / "copied")
-    ended = bridge(tmp_path / "copies", *job, copied, restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert any("goes on after step 3, from copies in host memory" in line for line in ended.said), ended.said
-    assert any("step 5 is written from the copies in host memory" in line for line in ended.said), ended.said
-    outcome.assert_same_training(ended, alone.records)
+    result = bridge(tmp_path / "copies", *job, copied, restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert any("goes on after step 3, from copies in host memory" in line for line in result.said), (
+        result.said
+    )
+    assert any("step 5 is written from the copies in host memory" in line for line in result.said), (
+        result.said
+    )
+    outcome.assert_same_training(result, alone.records)
 
 
 def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
@@ -78,10 +82,10 @@ def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path
     undisturbed = swift(tmp_path / "undisturbed", "--output-dir", str(tmp_path / "own"), launcher="torchrun")
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     faults = ["rank=1,step=4,phase=backward,kind=sigkill"]
-    ended = swift(tmp_path / "job", "--output-dir", str(output), restarts=1, faults=faults)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed.records)
+    result = swift(tmp_path / "job", "--output-dir", str(output), restarts=1, faults=faults)
+    assert result.code == 0, result.log[-3000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    outcome.assert_same_training(result, undisturbed.records)
     last_words = ("--mcore-model", str(output / "last_words"))
     job = ("--output-dir", str(tmp_path / "resumed"), *last_words)
     by_itself = swift(tmp_path / "by-itself", *job, launcher="torchrun")
@@ -90,10 +94,10 @@ def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path
     options = ("--ttp-online", "60")
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
     job = ("--output-dir", str(tmp_path / "online"))
-    ended = swift(tmp_path / "online-job", *job, restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed.records)
+    result = swift(tmp_path / "online-job", *job, restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
+    outcome.assert_same_training(result, undisturbed.records)
 
 
 def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp_path: Path) -> None:
@@ -109,12 +113,14 @@ def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp
     ]
     options = ("--ttp-replica", "none", "--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
     output = tmp_path / "output"
-    ended = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if " training goes on after step 2, " in line]
+    result = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if " training goes on after step 2, " in line]
     assert "from copies in host memory; " in line
-    assert any("step 6 is written from the copies in host memory" in line for line in ended.said), ended.said
-    outcome.assert_same_training(ended, undisturbed.records)
+    assert any("step 6 is written from the copies in host memory" in line for line in result.said), (
+        result.said
+    )
+    outcome.assert_same_training(result, undisturbed.records)
     (version,) = output.iterdir()
     saved = FileSystemReader(version / "last_words/iter_0000006").read_metadata().state_dict_metadata
     weights = [name for name in saved if name.startswith("decoder.")]
@@ -130,11 +136,11 @@ def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
     output = tmp_path / "output"
     faults = ["rank=1,step=5,phase=rollout,kind=sigkill"]
     options = ("--ttp-online", "60")
-    ended = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "restart 1 of 1: from step 4, 0 steps lost" in ended.log
-    assert any("online recovery: no (the engine of rollouts" in line for line in ended.said), ended.said
-    outcome.assert_same_training(ended, undisturbed.records)
+    result = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "restart 1 of 1: from step 4, 0 steps lost" in result.log
+    assert any("online recovery: no (the engine of rollouts" in line for line in result.said), result.said
+    outcome.assert_same_training(result, undisturbed.records)
 
 
 def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
@@ -145,8 +151,8 @@ def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path:
     undisturbed = mca(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun")
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     faults = ["rank=1,step=4,phase=backward,kind=sigkill"]
-    ended = mca(tmp_path / "job", *job, str(output), faults=faults)
-    assert ended.code == 137, ended.log[-3000:]
+    result = mca(tmp_path / "job", *job, str(output), faults=faults)
+    assert result.code == 137, result.log[-3000:]
     resumed = ("--resume-from-checkpoint", str(output / "last_words/iter_0000003"))
     own = ("--last", "5", *job, str(tmp_path / "own-alone"))
     alone = mca(tmp_path / "alone", *resumed, *own, launcher="torchrun")
@@ -158,10 +164,10 @@ def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path:
         "rank=1,step=6,phase=backward,kind=sigkill",
         "rank=0,step=8,phase=backward,kind=sigkill,restart=1",
     ]
-    ended = mca(tmp_path / "again", *resumed, *job, str(output), restarts=2, faults=faults)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "restart 2 of 2: from step 7, 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed.records, range(4, ITERATIONS + 1))
+    result = mca(tmp_path / "again", *resumed, *job, str(output), restarts=2, faults=faults)
+    assert result.code == 0, result.log[-3000:]
+    assert "restart 2 of 2: from step 7, 0 steps lost" in result.log
+    outcome.assert_same_training(result, undisturbed.records, range(4, ITERATIONS + 1))
     options = ("--ttp-replica", "none", "--ttp-host-copy", "1", "--ttp-online", "60", "--ttp-spares", "0")
     faults = [
         "rank=1,step=4,phase=update,kind=sigkill",
@@ -169,11 +175,15 @@ def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path:
         "rank=1,step=7,phase=update,kind=sigkill,restart=-1,also=0",
     ]
     job = ("--save-steps", "2", "--output-dir", str(tmp_path / "copied"))
-    ended = mca(tmp_path / "copies", *job, layout=DP2, restarts=3, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert any("goes on after step 3, from copies in host memory" in line for line in ended.said), ended.said
-    assert any("step 6 is written from the copies in host memory" in line for line in ended.said), ended.said
-    outcome.assert_same_training(ended, undisturbed.records)
+    result = mca(tmp_path / "copies", *job, layout=DP2, restarts=3, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert any("goes on after step 3, from copies in host memory" in line for line in result.said), (
+        result.said
+    )
+    assert any("step 6 is written from the copies in host memory" in line for line in result.said), (
+        result.said
+    )
+    outcome.assert_same_training(result, undisturbed.records)
 
 
 def copied_loop(megatron: Path, root: Path, loop: Path, further_text: str = "") -> Path:
@@ -221,12 +231,12 @@ def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
         framework=tree,
         options=("--ttp-online", "60"),
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     # The rank that was killed in the update of step 6 has recorded nothing of that step.
-    outcome.assert_same_training(ended, undisturbed.records, {*range(1, ITERATIONS + 1)} - {6})
-    losses = [re.findall(r"lm loss: (\S+)", job.log) for job in (ended, undisturbed)]
+    outcome.assert_same_training(result, undisturbed.records, {*range(1, ITERATIONS + 1)} - {6})
+    losses = [re.findall(r"lm loss: (\S+)", job.log) for job in (result, undisturbed)]
     assert losses[0] == losses[1]
     assert len(losses[1]) == ITERATIONS
 
@@ -261,11 +271,11 @@ def test_mindspeed_mm_goes_on_from_last_words(tmp_path: Path) -> None:
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
     faults = [fault, "rank=0,step=6,phase=backward,kind=sigkill,restart=1"]
     options = ("--ttp-online", "60")
-    ended = harness.run(job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options))
-    assert ended.code == 137, ended.log[-3000:]
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    assert any("online recovery: no (it has not been tested with mind" in line for line in ended.said)
-    outcome.assert_same_training(ended, undisturbed.records, range(1, 6))
+    result = harness.run(job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options))
+    assert result.code == 137, result.log[-3000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    assert any("online recovery: no (it has not been tested with mind" in line for line in result.said)
+    outcome.assert_same_training(result, undisturbed.records, range(1, 6))
     outcome.assert_saved(save, 5)
     alone = harness.run(job(tmp_path / "alone", launcher="torchrun", load=save))
     assert alone.code == 0, alone.log[-3000:]

@@ -34,10 +34,10 @@ def test_the_job_is_told_to_end(
         restarts=1,
         faults=[f"rank=1,step=5,phase=forward,kind={kind}"],
     )
-    ended = survives(job, baseline_of(layout), code=code, saved={4, 5})
-    assert "was told to end by SIG" in ended.last_line
-    assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
-    assert ended.seconds_after_the_fault < AT_ONCE_S
+    result = survives(job, baseline_of(layout), code=code, saved={4, 5})
+    assert "was told to end by SIG" in result.last_line
+    assert all(line["restart"] == 0 for lines in result.records.values() for line in lines)
+    assert result.seconds_after_the_fault < AT_ONCE_S
 
 
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -52,14 +52,14 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
             "rank=1,step=5,phase=forward,kind=agent-sigint-twice,after=0",
         ],
     )
-    ended = harness.run(job)
-    assert ended.code == 130
+    result = harness.run(job)
+    assert result.code == 130
     assert job.save is not None
-    assert ended.last_line == (
+    assert result.last_line == (
         f"[ttp] ended by SIGINT, and the workers with it; the newest checkpoint in {job.save} is step 3"
     )
     assert_last_words(job.save, 3, baseline_of(DP2))
-    assert ended.seconds_after_the_fault < AT_ONCE_S
+    assert result.seconds_after_the_fault < AT_ONCE_S
 
 
 def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -73,9 +73,9 @@ def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
         save_interval=3,
         faults=["rank=1,step=5,phase=forward,kind=agent-sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code != 0
-    assert "Traceback" not in ended.last_line
+    result = harness.run(job)
+    assert result.code != 0
+    assert "Traceback" not in result.last_line
     assert_last_words(save, 3, baseline)
     assert outcome.steps_in(save) == [3]
-    assert ended.seconds_after_the_fault < AT_ONCE_S
+    assert result.seconds_after_the_fault < AT_ONCE_S

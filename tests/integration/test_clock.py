@@ -24,10 +24,10 @@ def test_a_clock_that_jumps_by_a_day(kind: str, tmp_path: Path, baseline_of: Bas
         restarts=1,
         faults=[f"rank=0,step=2,phase=forward,kind={kind}", "rank=1,step=5,phase=forward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     outcome.assert_saved(save, ITERATIONS)
     assert outcome.steps_in(save) == [4, ITERATIONS]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
-    (said,) = [line for line in ended.said if "was ended by" in line]
+    outcome.assert_same_training(result, baseline_of(DP2).records)
+    (said,) = [line for line in result.said if "was ended by" in line]
     assert "step 4 is saved, no finished step is lost" in said

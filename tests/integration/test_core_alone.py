@@ -13,7 +13,7 @@ def test_a_killed_rank_without_optional_parts(tmp_path: Path) -> None:
     site = installation(tmp_path / "site", "cpu stand-ins")
     with (site / "adaptor/library.py").open("a") as file:
         file.write('print("this installation is used")\n')
-    ended = library.train(
+    result = library.train(
         tmp_path / "job",
         *("--save", str(tmp_path / "save")),
         restarts=1,
@@ -22,7 +22,7 @@ def test_a_killed_rank_without_optional_parts(tmp_path: Path) -> None:
         options=("--ttp-online", "0"),
         paths=[str(site)],
     )
-    assert ended.code == 0, ended.log[-3000:]
-    assert "this installation is used" in ended.log
+    assert result.code == 0, result.log[-3000:]
+    assert "this installation is used" in result.log
     outcome.assert_saved(tmp_path / "save", 5)
-    outcome.assert_same_training(ended, library.undisturbed(layout=DP2))
+    outcome.assert_same_training(result, library.undisturbed(layout=DP2))

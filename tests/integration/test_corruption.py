@@ -37,13 +37,15 @@ def test_damage_at_rest_is_found_and_undone(tmp_path: Path, baseline_of: Baselin
         "rank=2,step=6,phase=forward,kind=flip-weight,code=3",
     ]
     job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
-    ended = trains_on(job, baseline_of(DP4), incidents=2)
-    told = [line for line in ended.said if "is corrupt" in line and "training goes on" in line]
+    result = trains_on(job, baseline_of(DP4), incidents=2)
+    lines = [line for line in result.said if "is corrupt" in line and "training goes on" in line]
     at_rest = r"\[ttp\] rank 1 is corrupt: exp_avg of shard mp_rank_00/\d changed at rest after .* step 4; "
     weights = r"\[ttp\] rank 2 is corrupt: weights of mp_rank_00 changed after their gather, in step 6; "
-    assert [bool(re.match(at_rest, told[0])), bool(re.match(weights, told[1]))] == [True, True], told
-    assert ["after step 4" in told[0], "after step 5" in told[1]] == [True, True], told
-    reports = [json.loads(path.read_text()) for path in sorted(ended.job.out.glob("logs/*/incidents/*.json"))]
+    assert [bool(re.match(at_rest, lines[0])), bool(re.match(weights, lines[1]))] == [True, True], lines
+    assert ["after step 4" in lines[0], "after step 5" in lines[1]] == [True, True], lines
+    reports = [
+        json.loads(path.read_text()) for path in sorted(result.job.out.glob("logs/*/incidents/*.json"))
+    ]
     assert [(report["cause"]["kind"], report["failed"]) for report in reports] == [
         ("corruption", [1]),
         ("corruption", [2]),
@@ -56,8 +58,8 @@ def test_a_wrong_backward_pass_is_found_by_its_replay(
 ) -> None:
     faults = ["rank=1,step=5,phase=activation,kind=flip-activation,code=4"]
     job = online(tmp_path, layout, faults, options=(*VERIFIED, "--ttp-replay-every", "1"))
-    ended = trains_on(job, baseline_of(layout))
-    (line,) = (line for line in ended.said if "is corrupt" in line and "training goes on" in line)
+    result = trains_on(job, baseline_of(layout))
+    (line,) = (line for line in result.said if "is corrupt" in line and "training goes on" in line)
     assert "differ from their repetition on rank" in line
     assert re.search(r"rank 1 |ranks 0 and 1 \(suspects\)", line), line
     assert "after step 4" in line
@@ -70,8 +72,8 @@ def test_a_mirror_is_compared_with_its_owner(tmp_path: Path, baseline_of: Baseli
         "rank=0,step=6,phase=exchanged,kind=flip-transfer,code=9",
     ]
     job = online(tmp_path, DP2_MIRROR, faults, options=VERIFIED)
-    ended = trains_on(job, baseline_of(DP2_MIRROR), incidents=2)
-    at_rest, transfer = (line for line in ended.said if "corrupt" in line and "training goes on" in line)
+    result = trains_on(job, baseline_of(DP2_MIRROR), incidents=2)
+    at_rest, transfer = (line for line in result.said if "corrupt" in line and "training goes on" in line)
     assert (
         "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in at_rest
     )
@@ -82,17 +84,17 @@ def test_a_mirror_is_compared_with_its_owner(tmp_path: Path, baseline_of: Baseli
 def test_with_a_local_copy_an_update_is_undone(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = ["rank=1,step=5,phase=updated,kind=flip-variance,code=2"]
     job = online(tmp_path, DP2, faults, options=(*VERIFIED, "--ttp-local-copy", "True"))
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     differs = (
         "(suspects) is corrupt: exp_avg_sq of shard mp_rank_00/0 differs between its holders after the update"
     )
-    (line,) = (line for line in ended.said if differs in line and "training goes on" in line)
+    (line,) = (line for line in result.said if differs in line and "training goes on" in line)
     assert "nobody is replaced, training goes on after step 4, later steps are made again" in line
     wrong = "[ttp] rank 1 was wrong in the update of step 5: made again, it has other results"
-    assert [line[: len(wrong)] for line in ended.said if "was wrong in" in line] == [wrong]
+    assert [line[: len(wrong)] for line in result.said if "was wrong in" in line] == [wrong]
     assert outcome.steps_in(job.save) == [4, ITERATIONS]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+    outcome.assert_same_training(result, baseline_of(DP2).records)
 
 
 def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -102,20 +104,20 @@ def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, basel
         "rank=0,step=6,phase=forward,kind=sigkill",
     ]
     job = online(tmp_path, DP2, faults, options=VERIFIED, save_interval=4)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     at_rest = "rank 1 is corrupt: param of shard mp_rank_00/0 changed at rest after the update of step 5"
-    assert any(at_rest in line for line in ended.said), ended.said
+    assert any(at_rest in line for line in result.said), result.said
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 
 def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = [f"rank=1,step={ITERATIONS},phase=between,kind=flip-main,code=11"]
     job = online(tmp_path, DP2, faults, options=VERIFIED)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     at_rest = f"param of shard mp_rank_00/0 changed at rest after the update of step {ITERATIONS}"
-    assert any(at_rest in line for line in ended.said), ended.said
+    assert any(at_rest in line for line in result.said), result.said
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 

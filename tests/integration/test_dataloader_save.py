@@ -56,6 +56,6 @@ def test_the_framework_goes_on_from_the_states_of_the_step(tmp_path: Path) -> No
 
 
 def test_a_new_process_reads_on_where_the_lost_one_was(tmp_path: Path) -> None:
-    ended = trains_on(_job(tmp_path), baseline_of(TP2_DP2))
-    assert "rank 2: the loader begins at row 10\n" in ended.log
+    result = trains_on(_job(tmp_path), baseline_of(TP2_DP2))
+    assert "rank 2: the loader begins at row 10\n" in result.log
     _assert_states(tmp_path, 5, 8)

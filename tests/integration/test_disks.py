@@ -40,15 +40,15 @@ def _enter(stack: ExitStack, make: Callable[..., AbstractContextManager[_T]], *g
 def _refused(job: Job, baseline: Baseline, *words: str) -> Ended:
     """The job is lost, and the regular save of step 4 is all that there is."""
     assert job.save is not None
-    ended = harness.run(job)
+    result = harness.run(job)
     folder = outcome.assert_saved(job.save, 4)
     assert outcome.steps_in(job.save) == [4]
     assert differences(folder, baseline.checkpoints / folder.name) == []
-    assert ended.code == 137
+    assert result.code == 137
     for word in ("the state cannot be saved: ", *words):
-        assert word in ended.last_line
-    assert ended.last_line.endswith(f"the newest checkpoint in {job.save} is step 4")
-    return ended
+        assert word in result.last_line
+    assert result.last_line.endswith(f"the newest checkpoint in {job.save} is step 4")
+    return result
 
 
 def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
@@ -72,8 +72,8 @@ def test_a_regular_save_that_was_cut_short_makes_room(
     disk = _enter(stack, disks.memory, tmp_path / "disk", one * 5 // 2)
     faults = ["rank=0,step=8,phase=save-tracker,kind=sigkill"]
     job = Job(tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=faults)
-    ended = harness.run(job)
-    assert "step 8 is saved, no finished step is lost" in ended.last_line
+    result = harness.run(job)
+    assert "step 8 is saved, no finished step is lost" in result.last_line
     assert_last_words(disk.place, 8, baseline)
 
 
@@ -139,14 +139,14 @@ def test_training_goes_on_while_nothing_can_be_saved(
         arguments=arguments,
         environment=dict(disk.will(what)),
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-5000:]
-    assert "step 2 could not be saved meanwhile" in ended.log
-    (failed,) = [line for line in ended.said if "step 4 could not be saved: rank " in line]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-5000:]
+    assert "step 2 could not be saved meanwhile" in result.log
+    (failed,) = [line for line in result.said if "step 4 could not be saved: rank " in line]
     assert "training goes on" in failed
-    assert any(line.endswith("is saved; 1 save had failed before") for line in ended.said), ended.said
-    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
-    outcome.assert_same_training(ended, baseline.records)
+    assert any(line.endswith("is saved; 1 save had failed before") for line in result.said), result.said
+    assert {line["restart"] for lines in result.records.values() for line in lines} == {0}
+    outcome.assert_same_training(result, baseline.records)
     # The save of step 4 is made later, when its pause is over; that of an asynchronous save begins later.
     saved = outcome.steps_in(disk.place)
     assert saved == [6, 8] or (arguments and saved[-1] == 8)
@@ -170,10 +170,10 @@ def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
         faults=["rank=1,step=7,phase=backward,kind=slow-disk"],
         environment={cgroups.SLOW: str(group)},
     )
-    ended = harness.run(job)
-    assert "step 6 is saved, no finished step is lost" in ended.last_line
+    result = harness.run(job)
+    assert "step 6 is saved, no finished step is lost" in result.last_line
     assert_last_words(disk.place, 6, baseline_of(DP2))
-    assert ended.seconds_after_the_fault > 10.0
+    assert result.seconds_after_the_fault > 10.0
 
 
 def test_a_disk_goes_whoever_has_a_copy_of_it(tmp_path: Path, stack: ExitStack) -> None:
@@ -202,9 +202,9 @@ def test_a_disk_hangs_on_one_node(tmp_path: Path, baseline_of: BaselineOf) -> No
         options=["--ttp-ot", "24"],
         faults=["rank=3,step=6,phase=backward,kind=sigkill", "rank=0,phase=dump-write,kind=deadlock"],
     )
-    ended = harness.run(job)
-    assert ended.codes == (137, 137), ended.log[-3000:]
-    for log in ended.logs:
+    result = harness.run(job)
+    assert result.codes == (137, 137), result.log[-3000:]
+    for log in result.logs:
         assert (
             "[ttp] rank 3 was ended by SIGKILL; step 5 is saved, no finished step is lost; "
             "the save folder does not answer on node 0; " in log

@@ -73,10 +73,13 @@ def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf
         options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
-    ended = survives(job, baseline_of(MOE_EP2_DP2), code=1, saved={5})
-    assert "but none of experts, which no two ranks share: exceptions are survived, the death of" in ended.log
+    result = survives(job, baseline_of(MOE_EP2_DP2), code=1, saved={5})
     assert (
-        "; TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 steps are lost)" in ended.log
+        "but none of experts, which no two ranks share: exceptions are survived, the death of" in result.log
+    )
+    assert (
+        "; TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 steps are lost)"
+        in result.log
     )
     job = Job(
         tmp_path / "killed",

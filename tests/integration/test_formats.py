@@ -50,8 +50,8 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
         restarts=1,
         faults=["rank=1,step=7,phase=backward,kind=sigkill-beside-a-spare"],
     )
-    ended = scenario.restarts(job, baseline_of(DIST), saved={6})
-    assert "import by themselves" not in ended.log  # the workers of the restart are forks of the spare
+    result = scenario.restarts(job, baseline_of(DIST), saved={6})
+    assert "import by themselves" not in result.log  # the workers of the restart are forks of the spare
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
     written = {file.path: file for file in manifest.read(save / "iter_0000006").files}
     assert {*written} == {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "ttp_layout.json.gz"}
@@ -78,8 +78,8 @@ def test_last_words_have_more_than_regular_saves(tmp_path: Path, baseline_of: Ba
         arguments=LESS,
         faults=["rank=1,step=7,phase=backward,kind=sigkill"],
     )
-    ended = scenario.restarts(job, baseline_of(DIST), saved={6})
-    assert ended.log.count("[ttp] --no-save-optim: last words have the optimizer's state all the same") == 1
+    result = scenario.restarts(job, baseline_of(DIST), saved={6})
+    assert result.log.count("[ttp] --no-save-optim: last words have the optimizer's state all the same") == 1
 
 
 def test_a_restart_from_a_save_without_optimizer(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_a_restart_from_a_save_without_optimizer(tmp_path: Path) -> None:
         arguments=LESS,
         faults=faults,
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     line = "[ttp] the save of step 4 was made with --no-save-optim, --no-save-rng: the job goes on from it"
-    assert ended.log.count(line) == 1
+    assert result.log.count(line) == 1
     assert outcome.steps_in(job.save) == [4, ITERATIONS]
-    rates = re.findall(r"iteration +(5|6)/.*learning rate: (\S+) ", ended.log)
+    rates = re.findall(r"iteration +(5|6)/.*learning rate: (\S+) ", result.log)
     assert (len(rates), len(set(rates))) == (4, 2), "both times, the scheduler goes on from step 4"
 
 
@@ -120,10 +120,10 @@ def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
     ]
     arguments = ("--async-save", "--ckpt-assume-constant-structure")
     job = online(tmp_path, DIST, faults, save_interval=3, arguments=arguments)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-5000:]
-    assert "the regular save of step 3 was incomplete when the incident began" in ended.log
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    result = harness.run(job)
+    assert result.code == 0, result.log[-5000:]
+    assert "the regular save of step 3 was incomplete when the incident began" in result.log
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
     for step in (4, 6, ITERATIONS):
         name = f"iter_{step:07d}"
@@ -131,7 +131,7 @@ def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
         unlike = differences(save / name, baseline.checkpoints / name)
         assert [line for line in unlike if not OPTIONS_OF_ASYNC_SAVES.search(line)] == []
     outcome.assert_saved(save, ITERATIONS)
-    outcome.assert_same_training(ended, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {4})
+    outcome.assert_same_training(result, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {4})
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -207,13 +207,13 @@ def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
         arguments=["--async-save"],
         faults=["rank=1,step=7,phase=backward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     steps = outcome.steps_in(save)
     assert {6, ITERATIONS} <= set(steps) <= {3, 6, ITERATIONS}, "nobody waits for the save of step 3"
     assert [manifest.defects(save / f"iter_{step:07d}") for step in steps] == [[]] * len(steps)
     outcome.assert_saved(save, ITERATIONS)
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
 
 
 def test_the_framework_removes_a_checkpoint_when_an_asynchronous_save_has_its_name(
@@ -227,9 +227,9 @@ def test_the_framework_removes_a_checkpoint_when_an_asynchronous_save_has_its_na
         save_interval=3,
         arguments=["--async-save", "--save-retain-interval", "6"],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     assert outcome.steps_in(save) == [6, ITERATIONS], "that of step 3 is removed"
     assert manifest.defects(save / "iter_0000006") == []
     outcome.assert_saved(save, ITERATIONS)
-    outcome.assert_same_training(ended, baseline_of(DIST).records)
+    outcome.assert_same_training(result, baseline_of(DIST).records)

@@ -54,12 +54,12 @@ def test_a_rank_hangs(
         options=HANG,
         faults=[f"rank={rank},step=6,phase={phase},kind={kind}"],
     )
-    ended = survives(job, baseline_of(layout), code=1, saved=saved)
-    assert "nothing has moved for " in ended.last_line
-    assert words in ended.last_line
+    result = survives(job, baseline_of(layout), code=1, saved=saved)
+    assert "nothing has moved for " in result.last_line
+    assert words in result.last_line
     stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
     ranks = range(layout.processes)
-    assert stacks >= {f"rank{each}.txt" for each in ranks}
+    assert stacks >= {f"rank{rank}.txt" for rank in ranks}
     (incident,) = (job.out / "logs").glob("*/incidents/*.json")
     missed = json.loads(incident.read_text())["collectives"]
     if kind in ("sigstop", "holds-the-gil"):
@@ -67,7 +67,7 @@ def test_a_rank_hangs(
     else:
         assert missed
         assert all(line.startswith(f"rank {rank} misses ") for line in missed), missed
-        assert stacks >= {"collectives.txt", *(f"rank{each}.collectives.json" for each in ranks)}
+        assert stacks >= {"collectives.txt", *(f"rank{rank}.collectives.json" for rank in ranks)}
 
 
 def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -79,8 +79,8 @@ def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf)
         options=HANG,
         faults=["rank=1,step=5,phase=data,kind=loaders-stopped"],
     )
-    ended = survives(job, baseline_of(DP2_LOADERS), code=1, saved={4, 5, 6, 7})
-    assert "rank 1 stands still, others wait; " in ended.last_line
+    result = survives(job, baseline_of(DP2_LOADERS), code=1, saved={4, 5, 6, 7})
+    assert "rank 1 stands still, others wait; " in result.last_line
 
 
 def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -107,9 +107,9 @@ def test_a_rank_hangs_in_an_evaluation(tmp_path: Path, baseline_of: BaselineOf) 
         options=HANG,
         faults=["rank=1,step=6,phase=evaluation,kind=deadlock"],
     )
-    ended = survives(job, baseline_of(DP2_EVALUATES), code=1, saved={6})
-    assert "rank 1 stands still, others wait; wait (threading.py:" in ended.last_line
-    assert "[ttp] protected from step 1 (split; any 1 rank)" in ended.said
+    result = survives(job, baseline_of(DP2_EVALUATES), code=1, saved={6})
+    assert "rank 1 stands still, others wait; wait (threading.py:" in result.last_line
+    assert "[ttp] protected from step 1 (split; any 1 rank)" in result.said
 
 
 def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -121,7 +121,7 @@ def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf)
         options=["--ttp-hang", "6"],
         faults=["rank=1,step=5,phase=between,kind=pause"],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     assert not list((job.out / "logs").glob("*/incidents/*"))
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+    outcome.assert_same_training(result, baseline_of(DP2).records)

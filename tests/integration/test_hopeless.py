@@ -23,13 +23,13 @@ def test_both_holders_of_a_shard_are_killed(tmp_path: Path, baseline_of: Baselin
         save_interval=4,
         faults=["rank=1,step=7,phase=backward,kind=sigkill,also=3"],
     )
-    ended = harness.run(job)
-    assert ended.code == 137
+    result = harness.run(job)
+    assert result.code == 137
     assert job.save is not None
     folder = outcome.assert_saved(job.save, 4)
     assert differences(folder, baseline.checkpoints / folder.name) == []
     assert outcome.steps_in(job.save) == [4]
-    line = ended.last_line
+    line = result.last_line
     assert re.match(r"\[ttp\] rank [13] was ended by SIGKILL, rank [13] was ended by SIGKILL;", line)
     assert "shard 1 of 2 of group mp_rank_00 has no live holder, it was on rank 1 and 3" in line
     assert "would have helped" in line
@@ -44,13 +44,13 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
         options=["--ttp-replica", "none", "--ttp-host-copy", "0"],
         faults=["rank=1,step=3,phase=backward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 137
+    result = harness.run(job)
+    assert result.code == 137
     assert job.save is not None
     assert list(job.save.iterdir()) == []
-    assert "shard 1 of 2 of group mp_rank_00 has no live holder, it was on rank 1" in ended.last_line
-    assert "TTP_REPLICA=auto" in ended.last_line
-    assert ended.last_line.endswith(f"no checkpoint is in {job.save}")
+    assert "shard 1 of 2 of group mp_rank_00 has no live holder, it was on rank 1" in result.last_line
+    assert "TTP_REPLICA=auto" in result.last_line
+    assert result.last_line.endswith(f"no checkpoint is in {job.save}")
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
 )
 def test_before_the_first_step_has_finished(fault: str, code: int, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", DP2, save=tmp_path / "save", faults=[fault])
-    ended = harness.run(job)
-    assert ended.code == code
+    result = harness.run(job)
+    assert result.code == code
     assert job.save is not None
     assert list(job.save.iterdir()) == []
-    assert "nothing to save: no step has finished" in ended.last_line
-    assert len([line for line in ended.said if "nothing to save" in line]) == 1
+    assert "nothing to save: no step has finished" in result.last_line
+    assert len([line for line in result.said if "nothing to save" in line]) == 1
 
 
 def test_a_finished_checkpoint_is_not_written_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -87,8 +87,8 @@ def test_a_finished_checkpoint_is_not_written_again(tmp_path: Path, baseline_of:
         load=save,
         faults=["rank=0,step=5,phase=backward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 137
+    result = harness.run(job)
+    assert result.code == 137
     assert outcome.assert_saved(save, 4) == save / "iter_0000004"
     assert manifest.read(save / "iter_0000004") == before
-    assert "nothing to save: no step has finished since step 4" in ended.last_line
+    assert "nothing to save: no step has finished since step 4" in result.last_line

@@ -50,13 +50,13 @@ def test_no_holder_of_a_shard_is_left(
         faults=faults,
     )
     baseline = baseline_of(layout)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in result.said
     assert job.save is not None
     folder = job.save / "iter_0000006"
     assert differences(folder, baseline.checkpoints / folder.name) == []
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
 
 
 def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -71,13 +71,13 @@ def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
         faults=["rank=1,step=8,phase=update,kind=sigkill"],
     )
     baseline = baseline_of(IN_PARTS)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "[ttp] step 7 is written from the copies in host memory (nothing was saved)" in ended.said
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    assert "[ttp] step 7 is written from the copies in host memory (nothing was saved)" in result.said
     assert job.save is not None
     folder = job.save / "iter_0000007"
     assert differences(folder, baseline.checkpoints / folder.name) == []
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
 
 
 @pytest.mark.parametrize("layout", [EXPERTS_ALONE, TP2_DP1], ids=lambda layout: layout.name)
@@ -90,13 +90,13 @@ def test_without_a_setting(layout: Layout, tmp_path: Path, baseline_of: Baseline
         restarts=1,
         faults=["rank=1,step=8,phase=update,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if "copies in host memory at least every 50 steps: " in line]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if "copies in host memory at least every 50 steps: " in line]
     assert line.endswith("not that of ttprun or of the node: there is no other node")
-    assert "; exceptions; ranks that die cost up to 50 steps, from copies in host memory)" in ended.log
-    assert "copies in host memory, made at least every 50 steps, may have an earlier step" in ended.log
-    _assert_goes_on_from_copies(ended, job, baseline_of(layout))
+    assert "; exceptions; ranks that die cost up to 50 steps, from copies in host memory)" in result.log
+    assert "copies in host memory, made at least every 50 steps, may have an earlier step" in result.log
+    _assert_goes_on_from_copies(result, job, baseline_of(layout))
 
 
 def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -115,10 +115,10 @@ def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineO
             environment=Authority(tmp_path / "signer").settings(),
             faults=["rank=1,step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
         )
-        ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
-    assert "; exceptions; ranks that die, or any 1 node, cost up to 50 steps, from copies in" in ended.log
-    _assert_goes_on_from_copies(ended, job, baseline_of(EXPERTS_ALONE), places="local_rank")
+        result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137], result.log[-3000:]
+    assert "; exceptions; ranks that die, or any 1 node, cost up to 50 steps, from copies in" in result.log
+    _assert_goes_on_from_copies(result, job, baseline_of(EXPERTS_ALONE), places="local_rank")
 
 
 def _assert_goes_on_from_copies(ended: Ended, job: Job, baseline: Baseline, places: str = "") -> None:
@@ -142,17 +142,17 @@ def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
         options=["--ttp-host-copy", "2"],
         faults=["rank=1,step=8,phase=backward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 137, ended.log[-3000:]
-    assert "[ttp] step 6 is written from the copies in host memory (nothing was saved)" in ended.said
-    assert "the state cannot be saved" in ended.last_line
-    assert ended.last_line.endswith(
+    result = harness.run(job)
+    assert result.code == 137, result.log[-3000:]
+    assert "[ttp] step 6 is written from the copies in host memory (nothing was saved)" in result.said
+    assert "the state cannot be saved" in result.last_line
+    assert result.last_line.endswith(
         f"; not started again: no restart is left; the newest checkpoint in {job.save} is step 6"
     )
     assert job.save is not None
     outcome.assert_saved(job.save, 6)
     assert differences(job.save / "iter_0000006", baseline_of(TP2_DP1).checkpoints / "iter_0000006") == []
-    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records, steps=range(1, 8))
+    outcome.assert_same_training(result, baseline_of(TP2_DP1).records, steps=range(1, 8))
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -172,16 +172,16 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(
         faults=[f"rank={node},step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
     )
     baseline = baseline_of(TP2_DP1)
-    ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
-    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+    result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137], result.log[-3000:]
+    (line,) = [line for line in result.said if "is written from the copies in host memory" in line]
     step = int(line.split()[2])
     assert step in (2, 4, 6)  # no copy is made while one is on its way to the next node
     assert job.save is not None
     folder = job.save / f"iter_{step:07d}"
     found = differences(folder, baseline.checkpoints / folder.name)
     assert found == ["mp_rank_01/model_optim_rng.pt/args./local_rank: 0 and 1"]  # all were on one node there
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
@@ -192,7 +192,7 @@ def test_a_loop_of_ones_own_on_two_nodes(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=1,step=8,phase=backward,kind=sigkill"
     with namespaces.two() as network:
-        ended = train(
+        result = train(
             tmp_path / "job",
             *("--tensor", "2", "--save", str(save), "--loop", "run-steps"),
             layout=DP2,
@@ -201,22 +201,22 @@ def test_a_loop_of_ones_own_on_two_nodes(tmp_path: Path) -> None:
             options=("--ttp-host-copy", "2", "--ttp-online", "60"),
             network=network,
         )
-    assert set(ended.codes) == {0}, ended.log[-3000:]
-    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+    assert set(result.codes) == {0}, result.log[-3000:]
+    (line,) = [line for line in result.said if "is written from the copies in host memory" in line]
     step = int(line.split()[2])
     # No copy is made while one is on its way to the next node, and these steps are shorter than that.
     assert step in (2, 4, 6)
     outcome.assert_saved(save, step)
     bodies = [load(path) for path in sorted(save.glob(f"iter_{step:07d}/*/model_optim_rng.pt"))]
     assert [body["counted"] for body in bodies] == [step, step]
-    outcome.assert_same_training(ended, expected)
+    outcome.assert_same_training(result, expected)
 
 
 def test_a_loop_of_ones_own_that_does_not_ask_for_them(tmp_path: Path) -> None:
     job = ("--tensor", "2", "--save", str(tmp_path / "save"), "--uncopied")
-    ended = train(tmp_path / "job", *job, layout=DP2, options=("--ttp-host-copy", "2"))
-    assert ended.code == 2, ended.log[-3000:]
-    assert ended.last_line == (
+    result = train(tmp_path / "job", *job, layout=DP2, options=("--ttp-host-copy", "2"))
+    assert result.code == 2, result.log[-3000:]
+    assert result.last_line == (
         "ttprun: error: TTP_HOST_COPY is set: a loop of your own goes on from copies in host memory only"
         " where it calls adaptor.write_host_copies before it loads; do so, or leave it out"
     )
@@ -232,12 +232,12 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     ]
     options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
     job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
-    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert any(" training goes on after step 3, 0 steps lost" in line for line in ended.said), ended.said
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert any(" training goes on after step 3, 0 steps lost" in line for line in result.said), result.said
     since = "later than step 3, which was saved"
-    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
-    outcome.assert_same_training(ended, expected)
+    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in result.said
+    outcome.assert_same_training(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_online_all_go_back_to_their_copies(
     options = ("--ttp-spares", "0", "--ttp-host-copy", "2")
     job = online(tmp_path, layout, [fault], options=options, save_interval=4)
     baseline = baseline_of(layout)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if " training goes on after step 6, " in line]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if " training goes on after step 6, " in line]
     assert "from copies in host memory; " in line
-    assert "1 incident (1 without a restart), 0 steps lost" not in ended.log
-    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
+    assert "1 incident (1 without a restart), 0 steps lost" not in result.log
+    assert {line["restart"] for lines in result.records.values() for line in lines} == {0}
     assert job.save is not None
     for step in (4, 8, ITERATIONS):
         assert differences(job.save / f"iter_{step:07d}", baseline.checkpoints / f"iter_{step:07d}") == []
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)

@@ -21,11 +21,11 @@ def test_tensorboard(tmp_path: Path) -> None:
     folder = tmp_path / "curves"
     layout = replace(DP2, name="dp2-tensorboard", extra=("--tensorboard-dir", str(folder)))
     twice = "rank=0,step=6,phase=backward,kind=exception"
-    ended = harness.run(
+    result = harness.run(
         online(tmp_path, layout, ["rank=1,step=4,phase=backward,kind=sigkill", twice, twice], restarts=1)
     )
-    assert set(ended.codes) == {0}, ended.log[-3000:]
-    assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
+    assert set(result.codes) == {0}, result.log[-3000:]
+    assert "restart 1 of 1: from step 5, 0 steps lost" in result.log
     written = EventAccumulator(str(folder)).Reload()
     points = written.Scalars("ttp/incident")
     assert [(point.step, point.value) for point in points] == [(4, 1.0), (6, 1.0)]
@@ -62,8 +62,8 @@ def test_wandb_after_online_recoveries(tmp_path: Path) -> None:
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=0,step=6,phase=backward,kind=exception",
     ]
-    ended = harness.run(online(tmp_path, with_wandb(tmp_path), faults))
-    assert set(ended.codes) == {0}, ended.log[-3000:]
+    result = harness.run(online(tmp_path, with_wandb(tmp_path), faults))
+    assert set(result.codes) == {0}, result.log[-3000:]
     first, second = wandb_file.runs(tmp_path)
     assert first.exit_code is None  # its service died with the rank
     assert second.exit_code == 0
@@ -80,7 +80,7 @@ def test_wandb_after_a_restart(tmp_path: Path) -> None:
     """The rank that writes the log survives, and is ended in a collective: its run has every step."""
     from tests import wandb_file
 
-    ended = harness.run(
+    result = harness.run(
         Job(
             tmp_path / "job",
             with_wandb(tmp_path),
@@ -89,7 +89,7 @@ def test_wandb_after_a_restart(tmp_path: Path) -> None:
             restarts=1,
         )
     )
-    assert set(ended.codes) == {0}, ended.log[-3000:]
+    assert set(result.codes) == {0}, result.log[-3000:]
     first, second = wandb_file.runs(tmp_path)
     assert (list(first.steps), first.exit_code) == ([1, 2, 3], 1)
     assert (list(second.steps), second.exit_code) == (list(range(4, ITERATIONS + 1)), 0)

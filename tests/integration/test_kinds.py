@@ -39,8 +39,8 @@ def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) 
         save=tmp_path / "save",
         faults=["rank=1,step=5,phase=backward,kind=sigterm"],
     )
-    ended = survives(job, baseline_of(DP2), code=143, saved={4, 5})
-    assert "rank 1 was told to end by SIGTERM" in ended.last_line
+    result = survives(job, baseline_of(DP2), code=143, saved={4, 5})
+    assert "rank 1 was told to end by SIGTERM" in result.last_line
 
 
 def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -106,6 +106,6 @@ def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, basel
         options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
-    ended = survives(job, baseline_of(TP2_DP1), code=1, saved={5})
-    (said,) = [line for line in ended.said if "the data-parallel size is 1" in line]
+    result = survives(job, baseline_of(TP2_DP1), code=1, saved={5})
+    (said,) = [line for line in result.said if "the data-parallel size is 1" in line]
     assert "exceptions are survived, the death of a process is not" in said

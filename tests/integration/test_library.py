@@ -27,12 +27,12 @@ from tests.faults.library import train, undisturbed
 )
 def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
-    assert ended.code == code, ended.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
+    assert result.code == code, result.log[-3000:]
     if engine == "builtin":
-        assert "[ttp] protected from step 1 (split; any 1 rank)" in ended.said
+        assert "[ttp] protected from step 1 (split; any 1 rank)" in result.said
     outcome.assert_saved(save, step)
-    outcome.assert_same_training(ended, undisturbed(), steps=range(1, step))
+    outcome.assert_same_training(result, undisturbed(), steps=range(1, step))
     if code != 1:
         _goes_on_by_itself(tmp_path, "--save", str(save), step=step)
 
@@ -51,7 +51,7 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     # A step before the fault is recorded, and one after the restart.
     recorded = ["--ttp-profile", "steps=2", "--ttp-dump", '{"steps": "7", "modules": ["decoder*"]}']
-    ended = train(
+    result = train(
         tmp_path / "job",
         *("--save", str(save)),
         layout=DP2,
@@ -60,9 +60,9 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
         options=recorded,
         engine=engine,
     )
-    assert ended.code == 0, ended.log[-3000:]
+    assert result.code == 0, result.log[-3000:]
     outcome.assert_saved(save, 5)
-    outcome.assert_same_training(ended, undisturbed(layout=DP2))
+    outcome.assert_same_training(result, undisturbed(layout=DP2))
     names = {path.name for path in (tmp_path / "job/logs").glob("record-*/*")}
     assert names == {"profile-rank0-steps2-2", "dump-rank0.jsonl"}
 
@@ -75,18 +75,18 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None
     faults = [kill, "rank=0,step=6,phase=reduction,kind=exception"]
     job = ("--save", str(save), "--loop", "run-steps")
     options = ("--ttp-online", "60", "--ttp-drill-every", "1")
-    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
-    (spare,) = [stamp["spare"] for stamp in ended.stamps if stamp["rank"] == 2]
-    assert f"replaced by pid {spare}, " in ended.log
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in result.log
+    (spare,) = [stamp["spare"] for stamp in result.stamps if stamp["rank"] == 2]
+    assert f"replaced by pid {spare}, " in result.log
     status = job_reader.status(job_reader.find(tmp_path / "job/logs"))
     assert (status.state, status.step) == ("ended", ITERATIONS)
     assert (status.drill_step, status.drill_problem) == (ITERATIONS - 1, "")
     assert Path(status.script).suffix == ".py"
-    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
-    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
-    outcome.assert_same_training(ended, undisturbed())
+    assert [result.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
+    assert {line["restart"] for lines in result.records.values() for line in lines} == {0}
+    outcome.assert_same_training(result, undisturbed())
     outcome.assert_saved(save, 5)
 
 
@@ -101,13 +101,13 @@ def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path) -> No
         "rank=3,step=7,phase=update,kind=sigkill",
     ]
     job = ("--save", str(tmp_path / "save"), *STREAM)
-    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "3 incidents (3 without a restart), 0 steps lost" in ended.log
-    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
-    assert [ended.log.count(f"rank {rank} loads nothing\n") for rank in range(4)] == [0, 0, 1, 1]
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
+    assert result.code == 0, result.log[-3000:]
+    assert "3 incidents (3 without a restart), 0 steps lost" in result.log
+    assert [result.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
+    assert [result.log.count(f"rank {rank} loads nothing\n") for rank in range(4)] == [0, 0, 1, 1]
     # The line of a step that all had finished when the rank was killed may be written nowhere.
-    outcome.assert_same_training(ended, undisturbed("--stream"), {*range(1, ITERATIONS + 1)} - {7})
+    outcome.assert_same_training(result, undisturbed("--stream"), {*range(1, ITERATIONS + 1)} - {7})
 
 
 def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
     save = tmp_path / "save"
     options = ("--ttp-online", "60", "--ttp-hang", "5")
     job = ("--save", str(save), *STREAM)
-    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert any("rank 2 does not answer; replaced by pid " in line for line in ended.said), ended.said
-    assert "restart 1 of 1: from step 6, 0 steps lost" in ended.log
-    assert "2 incidents (1 without a restart), 0 steps lost" in ended.log
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert any("rank 2 does not answer; replaced by pid " in line for line in result.said), result.said
+    assert "restart 1 of 1: from step 6, 0 steps lost" in result.log
+    assert "2 incidents (1 without a restart), 0 steps lost" in result.log
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed("--stream"))
+    outcome.assert_same_training(result, undisturbed("--stream"))
 
 
 def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "save"), *STREAM)
     fault = "rank=1,step=6,phase=reduction,kind=exception"
     compared = ("--ttp-verify-saves", "True")
-    ended = train(tmp_path / "first", *save, layout=DP2, faults=[fault], options=compared)
-    assert ended.code == 1, ended.log[-3000:]
+    result = train(tmp_path / "first", *save, layout=DP2, faults=[fault], options=compared)
+    assert result.code == 1, result.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 5)
     assert manifest.read(tmp_path / "save" / naming.final_name(5)).state is not None
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
@@ -153,11 +153,11 @@ def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
     job = ("--save", str(tmp_path / "save"), *STREAM, "--end-at", "6")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
-    ended = train(tmp_path / "job", *job, layout=DP2, restarts=1, faults=[fault], options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed("--stream", layout=DP2), range(1, 7))
-    assert {max(line["iteration"] for line in lines) for lines in ended.records.values()} == {6}
+    result = train(tmp_path / "job", *job, layout=DP2, restarts=1, faults=[fault], options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
+    outcome.assert_same_training(result, undisturbed("--stream", layout=DP2), range(1, 7))
+    assert {max(line["iteration"] for line in lines) for lines in result.records.values()} == {6}
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_layouts_are_recovered_online(
     expected = undisturbed(*layout, instances=instances)
     job = (*layout, "--save", str(tmp_path / "save"))
     options = ("--ttp-online", "60")
-    ended = train(tmp_path / "job", *job, "--loop", "run-steps", restarts=1, faults=[fault], options=options)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    assert ended.log.count(f"back behind step {behind}\n") == 4
+    result = train(tmp_path / "job", *job, "--loop", "run-steps", restarts=1, faults=[fault], options=options)
+    assert result.code == 0, result.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
+    assert result.log.count(f"back behind step {behind}\n") == 4
     outcome.assert_saved(tmp_path / "save", behind)
-    outcome.assert_same_training(ended, expected, {*range(1, ITERATIONS + 1)} - {behind})
+    outcome.assert_same_training(result, expected, {*range(1, ITERATIONS + 1)} - {behind})
     if "--freeze" in layout:
         _goes_on_by_itself(tmp_path, *job, step=behind)
 
@@ -199,11 +199,11 @@ def test_muon(tmp_path: Path) -> None:
     assert reference.code == 0, reference.log[-3000:]
     save = ("--save", str(tmp_path / "online"), "--loop", "run-steps")
     faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=exception"]
-    ended = muon(tmp_path / "job", *layout, *save, restarts=1, faults=faults, options=("--ttp-online", "60"))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    result = muon(tmp_path / "job", *layout, *save, restarts=1, faults=faults, options=("--ttp-online", "60"))
+    assert result.code == 0, result.log[-3000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     # The line of a step that all had finished when the rank raised may be written nowhere.
-    outcome.assert_same_training(ended, reference.records, {*range(1, ITERATIONS + 1)} - {6})
+    outcome.assert_same_training(result, reference.records, {*range(1, ITERATIONS + 1)} - {6})
     outcome.assert_saved(tmp_path / "online", 6)
     resumed = muon(tmp_path / "resumed", *layout, *save[:2], launcher="torchrun", instances=1)
     assert resumed.code == 0, resumed.log[-3000:]
@@ -217,13 +217,13 @@ def test_muon(tmp_path: Path) -> None:
 )
 def test_a_loop_that_is_not_protected_trains_as_under_torchrun(tmp_path: Path) -> None:
     expected = undisturbed("--loop", "unprotected", instances=1)
-    ended = train(tmp_path / "job", "--loop", "unprotected")
-    assert ended.code == 0, ended.log[-3000:]
-    outcome.assert_same_training(ended, expected)
+    result = train(tmp_path / "job", "--loop", "unprotected")
+    assert result.code == 0, result.log[-3000:]
+    outcome.assert_same_training(result, expected)
     # The losses of two optimizer instances are others.
     with pytest.raises(AssertionError):
-        outcome.assert_same_training(ended, undisturbed())
-    (line,) = [line for line in ended.said if "[ttp]" in line]
+        outcome.assert_same_training(result, undisturbed())
+    (line,) = [line for line in result.said if "[ttp]" in line]
     assert line.startswith("[ttp] NOT PROTECTED: FusedAdam makes updates, and adaptor.protect was not called")
 
 
@@ -256,49 +256,49 @@ print("built", flush=True)
 def test_process_groups_of_a_collection(start: str, tmp_path: Path) -> None:
     script = tmp_path / "collection.py"
     script.write_text(COLLECTION.format(start=start))
-    ended = train(tmp_path / "job", script=script, layout=DP2)
+    result = train(tmp_path / "job", script=script, layout=DP2)
     if start:
-        assert ended.code == 2, ended.log[-3000:]
-        assert ended.last_line.startswith(
+        assert result.code == 2, result.log[-3000:]
+        assert result.last_line.startswith(
             "ttprun: error: the process groups of Megatron-core's parallel_state are"
         )
-        assert "Traceback" not in ended.log
+        assert "Traceback" not in result.log
     else:
-        assert ended.code == 0, ended.log[-3000:]
-        assert ended.log.count("built") == 2
+        assert result.code == 0, result.log[-3000:]
+        assert result.log.count("built") == 2
 
 
 def test_a_loop_that_is_claimed_when_its_groups_are_made(tmp_path: Path) -> None:
     """The groups stay what they are, so second copies are made by mirror."""
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
-    ended = train(tmp_path / "job", "--save", str(save), "--late", layout=DP2, faults=[fault])
-    assert ended.code == 137, ended.log[-3000:]
-    assert "[ttp] protected from step 1 (mirror; any 1 rank)" in ended.said
+    result = train(tmp_path / "job", "--save", str(save), "--late", layout=DP2, faults=[fault])
+    assert result.code == 137, result.log[-3000:]
+    assert "[ttp] protected from step 1 (mirror; any 1 rank)" in result.said
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed(layout=DP2, instances=1), steps=range(1, 6))
+    outcome.assert_same_training(result, undisturbed(layout=DP2, instances=1), steps=range(1, 6))
 
 
 @pytest.mark.robustness("A1", "protect() and no step, then a kill -9", "NOT PROTECTED, in the last line, too")
 def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=logging,kind=sigkill"
-    ended = train(tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault])
-    assert ended.code == 137, ended.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault])
+    assert result.code == 137, result.log[-3000:]
     why = "an optimizer that adaptor.protect was given makes an update, and no step was begun; put each step"
-    assert sum(line.startswith(f"[ttp] NOT PROTECTED: {why}") for line in ended.said) == 1
-    assert f"nothing to save: the job was not protected: {why}" in ended.last_line
-    assert not any("protected from step" in line for line in ended.said)
+    assert sum(line.startswith(f"[ttp] NOT PROTECTED: {why}") for line in result.said) == 1
+    assert f"nothing to save: the job was not protected: {why}" in result.last_line
+    assert not any("protected from step" in line for line in result.said)
 
 
 @pytest.mark.robustness("A1", "begin_step(step - 1)", "one line that names the step that was expected")
 def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2)
-    assert ended.code == 2, ended.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2)
+    assert result.code == 2, result.log[-3000:]
     expected = "ttprun: error: step 0 was begun, expected step 1: adaptor.protect was told step=0"
-    assert ended.last_line.startswith(expected)
-    assert "Traceback" not in ended.log
+    assert result.last_line.startswith(expected)
+    assert "Traceback" not in result.log
     assert not outcome.steps_in(save)
 
 
@@ -307,11 +307,11 @@ def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
 )
 def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2, restarts=1)
-    assert ended.code == 1, ended.log[-3000:]
-    assert "StepError: step 6 was begun, expected step 5" in ended.last_line
-    assert "; not started again: another start would fail in the same way" in ended.last_line
-    assert "Traceback" not in ended.log
+    result = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2, restarts=1)
+    assert result.code == 1, result.log[-3000:]
+    assert "StepError: step 6 was begun, expected step 5" in result.last_line
+    assert "; not started again: another start would fail in the same way" in result.last_line
+    assert "Traceback" not in result.log
     outcome.assert_saved(save, 4)
 
 
@@ -332,10 +332,10 @@ def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path) -> None:
-    ended = train(tmp_path / "job", "--save", str(tmp_path / "save"), "--give", give, layout=DP2)
-    assert ended.code != 0, ended.log[-3000:]
-    assert words in ended.last_line
-    assert "Traceback" not in ended.log
+    result = train(tmp_path / "job", "--save", str(tmp_path / "save"), "--give", give, layout=DP2)
+    assert result.code != 0, result.log[-3000:]
+    assert words in result.last_line
+    assert "Traceback" not in result.log
 
 
 @pytest.mark.robustness(
@@ -345,12 +345,12 @@ def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path
 )
 def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2)
-    assert ended.code == 2, ended.log[-3000:]
-    assert ended.last_line.startswith(
+    result = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2)
+    assert result.code == 2, result.log[-3000:]
+    assert result.last_line.startswith(
         "ttprun: error: step 1 has an update of AdamW that no hook has told of, so it could not be saved"
     )
-    assert not any("protected from step" in line for line in ended.said)
+    assert not any("protected from step" in line for line in result.said)
     assert not outcome.steps_in(save)
 
 
@@ -360,11 +360,11 @@ def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
 def test_protected_twice(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
-    ended = train(tmp_path / "job", "--save", str(save), "--give", "twice", layout=DP2, faults=[fault])
-    assert ended.code == 137, ended.log[-3000:]
-    assert sum("[ttp] protected from step 1 (split; any 1 rank)" in line for line in ended.said) == 1
+    result = train(tmp_path / "job", "--save", str(save), "--give", "twice", layout=DP2, faults=[fault])
+    assert result.code == 137, result.log[-3000:]
+    assert sum("[ttp] protected from step 1 (split; any 1 rank)" in line for line in result.said) == 1
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed(layout=DP2), steps=range(1, 6))
+    outcome.assert_same_training(result, undisturbed(layout=DP2), steps=range(1, 6))
 
 
 @pytest.mark.robustness("A2", "a rank hangs in a loop of one's own", "noticed, named, saved")
@@ -382,10 +382,10 @@ def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, words: str, t
     save = tmp_path / "save"
     fault = f"rank=1,step=6,phase={phase},kind={kind}"
     job = ("--save", str(save), "--loop", loop)
-    ended = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"])
-    assert ended.code == 1, ended.log[-3000:]
-    assert "nothing has moved for " in ended.last_line
-    assert words in ended.last_line
+    result = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"])
+    assert result.code == 1, result.log[-3000:]
+    assert "nothing has moved for " in result.last_line
+    assert words in result.last_line
     outcome.assert_saved(save, step)
 
 

@@ -78,9 +78,9 @@ def test_an_update_that_breaks_off_is_undone(layout: Layout, tmp_path: Path, bas
     """The other holder of what was half updated dies at the same moment: only the copy is left."""
     step = FP16_SKIPS + 1
     faults = [f"rank=0,step={step},phase=update,kind=exception,also=1"]
-    ended = _ends(tmp_path, layout, faults, baseline_of, saved={step - 1})
-    assert (0, f"step {step - 1}") in _noted(ended, FROM_THE_COPY)
-    assert f"step {step - 1} is saved, step {step} was not finished on every rank" in ended.last_line
+    result = _ends(tmp_path, layout, faults, baseline_of, saved={step - 1})
+    assert (0, f"step {step - 1}") in _noted(result, FROM_THE_COPY)
+    assert f"step {step - 1} is saved, step {step} was not finished on every rank" in result.last_line
 
 
 def test_a_rank_that_is_ahead_goes_back(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -89,6 +89,6 @@ def test_a_rank_that_is_ahead_goes_back(tmp_path: Path, baseline_of: BaselineOf)
         "rank=3,step=6,phase=norm,kind=deadlock",
         "rank=0,step=6,phase=gather,kind=pause,also=1",
     ]
-    ended = _ends(tmp_path, DP4, faults, baseline_of, saved={5}, by_argument=True)
-    assert _noted(ended, FROM_THE_COPY) == [(0, "step 5")]
-    assert "step 5 is saved, step 6 was not finished on every rank" in ended.last_line
+    result = _ends(tmp_path, DP4, faults, baseline_of, saved={5}, by_argument=True)
+    assert _noted(result, FROM_THE_COPY) == [(0, "step 5")]
+    assert "step 5 is saved, step 6 was not finished on every rank" in result.last_line

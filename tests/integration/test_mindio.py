@@ -133,7 +133,7 @@ def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, .
     save, words = tmp_path / "save", tmp_path / "words"
     words.mkdir()
     os.mkfifo(f"{words}.made")
-    ended = harness.run(
+    result = harness.run(
         Job(
             tmp_path / "job",
             layout,
@@ -146,8 +146,8 @@ def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, .
             environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
         )
     )
-    assert ended.code == 137, ended.log[-3000:]
-    assert ended.last_line.endswith("; step 4 is saved, step 5 was not finished on every rank")
+    assert result.code == 137, result.log[-3000:]
+    assert result.last_line.endswith("; step 4 is saved, step 5 was not finished on every rank")
     (last,) = words.iterdir()
     own = save / last.name / "mp_rank_00"
     assert last.name == "iter_0000004"
@@ -167,7 +167,7 @@ def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, .
 def test_the_optimizers_refuse_what_the_patches_refuse(tmp_path: Path) -> None:
     """A script that was edited by hand has parsed its arguments without us."""
     small = harness.ROOT / "tests/frameworks/small"
-    ended = harness.run(
+    result = harness.run(
         Job(
             tmp_path / "job",
             Layout("mindio-fold", 2),
@@ -180,5 +180,5 @@ def test_the_optimizers_refuse_what_the_patches_refuse(tmp_path: Path) -> None:
             environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
         )
     )
-    assert ended.code != 0
-    assert "--foldx-mode is fifo: a folded pipeline" in ended.last_line
+    assert result.code != 0
+    assert "--foldx-mode is fifo: a folded pipeline" in result.last_line

@@ -36,10 +36,10 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    ended = survives(job, baseline_of(layout), code=137, saved=SAVED[phase])
-    assert "[ttp] second copies of optimizer shards by mirror: " in ended.log
+    result = survives(job, baseline_of(layout), code=137, saved=SAVED[phase])
+    assert "[ttp] second copies of optimizer shards by mirror: " in result.log
     if (layout, rank) == (DP3, 0):
-        assert_as_planned(ended)
+        assert_as_planned(result)
 
 
 def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -56,12 +56,12 @@ def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
         ],
     )
     assert job.save is not None
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     second = "[ttp] rank 0 was ended by SIGKILL; step 5 is saved"
-    assert any(line.startswith(second) for line in ended.said), ended.said
+    assert any(line.startswith(second) for line in result.said), result.said
     assert outcome.steps_in(job.save) == [3, 5, harness.ITERATIONS]
     outcome.assert_saved(job.save, harness.ITERATIONS)
     baseline = baseline_of(DP3)
     assert_as_saved(job.save, (3,), baseline)
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)

@@ -61,11 +61,11 @@ def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
 def test_a_local_copy_of_a_whole_optimizer_is_refused(tmp_path: Path) -> None:
     layout = Layout("small-dp2", 2, distributed_optimizer=False)
     job = Job(tmp_path / "job", layout, save=tmp_path / "save", arguments=LOCAL_COPY, program=Small())
-    ended = harness.run(job)
-    assert ended.code == 2, ended.log[-3000:]
-    assert ended.last_line == (
+    result = harness.run(job)
+    assert result.code == 2, result.log[-3000:]
+    assert result.last_line == (
         "ttprun: error: --local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: "
         "add --use-distributed-optimizer, or leave out --local-copy-os"
     )
-    assert "Traceback" not in ended.log
-    assert not any(ended.records.values())
+    assert "Traceback" not in result.log
+    assert not any(result.records.values())

@@ -34,11 +34,11 @@ def test_both_agents_restart_together(tmp_path: Path, baseline_of: BaselineOf) -
         ],
         environment=Authority(tmp_path / "signer").settings(),
     )
-    ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-3000:]
+    result = harness.run(job)
+    assert set(result.codes) == {0}, result.log[-3000:]
     assert outcome.steps_in(tmp_path / "save") == [2, 5, harness.ITERATIONS]
     assert_as_saved(tmp_path / "save", (2,), baseline_of(DP4))
-    outcome.assert_same_training(ended, baseline_of(DP4).records)
+    outcome.assert_same_training(result, baseline_of(DP4).records)
 
 
 def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -86,10 +86,10 @@ def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: Ba
         restarts=1,
         faults=["rank=0,step=6,phase=backward,kind=agent-sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.codes == (137, 137), ended.log[-3000:]
+    result = harness.run(job)
+    assert result.codes == (137, 137), result.log[-3000:]
     assert (
-        ended.logs[1]
+        result.logs[1]
         .rstrip()
         .endswith(
             "[ttp] node 0 is lost; step 5 is saved, no finished step is lost; "
@@ -114,9 +114,9 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
         ],
         environment=Authority(tmp_path / "signer").settings(),
     )
-    ended = harness.run(job)
-    assert ended.codes == (137,) * 4, ended.log[-3000:]
-    for log in ended.logs[2:]:
+    result = harness.run(job)
+    assert result.codes == (137,) * 4, result.log[-3000:]
+    for log in result.logs[2:]:
         assert "[ttp] node 0 is lost, node 1 is lost; step 5 is saved, no finished step is lost" in log
     (left,) = left_overs.clean(save)  # what the next start does
     assert left.startswith("iter_0000005_tmp1_")
@@ -134,15 +134,15 @@ def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: Baselin
         faults=["rank=1,step=6,phase=backward,kind=sigterm"],
         publishing="0 announce sigkill",
     )
-    ended = harness.run(job)
-    assert ended.codes == (137, 143), ended.log[-3000:]
-    assert "[test] sigkill at announce" in ended.logs[0]
+    result = harness.run(job)
+    assert result.codes == (137, 143), result.log[-3000:]
+    assert "[test] sigkill at announce" in result.logs[0]
     # With one rank less the one that is left may be at the door of the next step.
     steps = outcome.steps_in(save)
     assert steps in ([5], [5, 6], [6])
     step = steps[-1]
     words = f"rank 1 was told to end by SIGTERM; step {step} is saved, no finished step is lost; the newest"
-    assert words in ended.logs[1]
+    assert words in result.logs[1]
     assert_last_words(save, step, baseline_of(DP2))
 
 
@@ -156,9 +156,9 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
         faults=["rank=1,step=6,phase=backward,kind=sigkill"],
         publishing="0 move-in error",
     )
-    ended = harness.run(job)
-    assert ended.codes == (137, 137), ended.log[-3000:]
-    for log in ended.logs:
+    result = harness.run(job)
+    assert result.codes == (137, 137), result.log[-3000:]
+    for log in result.logs:
         assert (
             "step 5 is saved, no finished step is lost; node 0 could not make or publish its folder: " in log
         )
@@ -178,9 +178,9 @@ def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: Baseli
         faults=["rank=0,step=6,phase=backward,kind=sigkill"],
         publishing="1 name sigstop",
     )
-    ended = harness.run(job)
-    assert ended.codes == (137, 137), ended.log[-3000:]
-    for log in ended.logs:
+    result = harness.run(job)
+    assert result.codes == (137, 137), result.log[-3000:]
+    for log in result.logs:
         assert (
             "[ttp] rank 0 was ended by SIGKILL; step 5 is saved, no finished step is lost; "
             "the save folder does not answer on node 1" in log
@@ -208,14 +208,14 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
             environment={"TTP_TLS": "plain"},
             faults=[f"rank=1,step=6,phase=forward,kind={kind},heals={AFTER_THE_VERDICTS}"],
         )
-        ended = harness.run(job)
-    assert ended.codes == (137, 137), ended.log[-3000:]
-    for node, log in enumerate(ended.logs):
+        result = harness.run(job)
+    assert result.codes == (137, 137), result.log[-3000:]
+    for node, log in enumerate(result.logs):
         assert f"node {1 - node} is lost; step 5 is saved, no finished step is lost" in log
     reports = [json.loads(path.read_text()) for path in (job.out / "logs").glob("*/incidents/*.json")]
     assert len(reports) == 2, "of one controller on each side"
     for report in reports:
-        assert 0 < unix(report["began"]) - ended.stamps[0]["time"] < NOTICED_S
+        assert 0 < unix(report["began"]) - result.stamps[0]["time"] < NOTICED_S
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP2))
 
@@ -237,7 +237,7 @@ def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> No
                 "rank=1,step=5,phase=forward,kind=agent-pause",
             ],
         )
-        ended = harness.run(job)
-    assert ended.codes == (0, 0), ended.log[-3000:]
+        result = harness.run(job)
+    assert result.codes == (0, 0), result.log[-3000:]
     assert not list((job.out / "logs").glob("*/incidents/*"))
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+    outcome.assert_same_training(result, baseline_of(DP2).records)

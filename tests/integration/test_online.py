@@ -101,29 +101,29 @@ def trains_on(
     the steps `written` lack says `framework_log`. So many `lost_nodes` are killed.
     """
     assert job.save is not None
-    ended = harness.run(job)
+    result = harness.run(job)
     killed = 128 + signal.SIGKILL
-    assert [code for code in ended.codes if code] == [killed] * lost_nodes, ended.log[-5000:]
+    assert [code for code in result.codes if code] == [killed] * lost_nodes, result.log[-5000:]
     outcome.assert_saved(job.save, ITERATIONS)
     # Each step that all went on from was saved first, and the framework would have saved the same.
-    saved = {int(found) for found in re.findall(r"training goes on after step (\d+)", ended.log)}
+    saved = {int(found) for found in re.findall(r"training goes on after step (\d+)", result.log)}
     regular = range(job.save_interval, ITERATIONS, job.save_interval)
-    assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), ended.said
+    assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), result.said
     assert_as_saved(job.save, (*saved, ITERATIONS), baseline)
     # The line of a step that all had finished when the rank was killed is written nowhere.
     steps = set(range(1, ITERATIONS + 1)) - saved
-    outcome.assert_same_training(ended, baseline.records, steps=steps)
-    framework_log.assert_same(ended, baseline, log_interval, written=written)
-    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
+    outcome.assert_same_training(result, baseline.records, steps=steps)
+    framework_log.assert_same(result, baseline, log_interval, written=written)
+    assert {line["restart"] for lines in result.records.values() for line in lines} == {0}
     told = [
-        line for line in ended.said if re.search(r" training goes on after step \d+, 0 steps lost, ", line)
+        line for line in result.said if re.search(r" training goes on after step \d+, 0 steps lost, ", line)
     ]
-    assert len(told) == incidents * job.nodes, ended.said
+    assert len(told) == incidents * job.nodes, result.said
     several = "" if incidents == 1 else "s"
-    assert f"{incidents} incident{several} ({incidents} without a restart), 0 steps lost" in ended.log
+    assert f"{incidents} incident{several} ({incidents} without a restart), 0 steps lost" in result.log
     reports = [json.loads(path.read_text()) for path in job.out.glob("logs/*/incidents/*.json")]
     assert [report["verdict"] for report in reports] == ["recovered"] * incidents
-    return ended
+    return result
 
 
 REPLACED = (
@@ -147,27 +147,27 @@ def test_a_rank_is_killed(rank: int, phases: Sequence[str], tmp_path: Path, base
     ]
     # A rank that is killed between two steps leaves the others in a drill.
     job = online(tmp_path, DP4, faults, environment={"TTP_DRILL_EVERY": "1"})
-    ended = trains_on(job, baseline_of(DP4), incidents=3)
-    assert says(ended, REPLACED.format(rank=rank, how="was ended by SIGKILL")), ended.said
+    result = trains_on(job, baseline_of(DP4), incidents=3)
+    assert says(result, REPLACED.format(rank=rank, how="was ended by SIGKILL")), result.said
     saved = r"step [23] is saved \(\d.*\); a new process is started"
-    assert says(ended, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), ended.said
+    assert says(result, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), result.said
     noticed = rf"\[ttp\] [\dT:-]+Z incident 1, rank {rank} \(pid \d+, host .+\), after step [23], report "
     noticed += r"/.+-1\.json"
-    assert says(ended, noticed), ended.said
+    assert says(result, noticed), result.said
 
 
 def test_an_exception_replaces_nobody(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """At `door-before` all others are READY for step 6, which no rank has finished. It needs no restart."""
     faults = ["rank=1,step=4,phase=backward,kind=exception", "rank=1,step=6,phase=door-before,kind=exception"]
-    ended = trains_on(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), incidents=2)
-    assert ended.log.count("nobody is replaced") == 2
+    result = trains_on(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), incidents=2)
+    assert result.log.count("nobody is replaced") == 2
 
 
 def test_after_a_read_that_failed_all_start_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """What has failed to read some data would go on behind them: its rank would be ahead of all others."""
     job = online(tmp_path, DP2, ["rank=1,step=6,phase=read,kind=exception"])
-    ended = restarts(job, baseline_of(DP2), saved={5})
-    assert "not recovered online: rank 1: its data loader has failed, and would leave out" in ended.log
+    result = restarts(job, baseline_of(DP2), saved={5})
+    assert "not recovered online: rank 1: its data loader has failed, and would leave out" in result.log
 
 
 def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -189,22 +189,22 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
     options = ("--ttp-online", "60")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     save = ("--save", str(tmp_path / "save"))
-    ended = train(tmp_path / "job", *save, layout=DP2, restarts=1, faults=[fault], options=options)
-    assert ended.code == 0, ended.log[-3000:]
+    result = train(tmp_path / "job", *save, layout=DP2, restarts=1, faults=[fault], options=options)
+    assert result.code == 0, result.log[-3000:]
     why = "its training loop does not make its steps by protection.run_steps"
     line = f"[ttp] online recovery: no ({why}); a fault restarts all ranks"
-    assert ended.said.count(line) == 1
-    assert "not recovered online" not in ended.log, "it was said"
-    assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
+    assert result.said.count(line) == 1
+    assert "not recovered online" not in result.log, "it was said"
+    assert "restart 1 of 1: from step 5, 0 steps lost" in result.log
 
 
 def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
     """Its ranks have empty param groups, because others have such groups for experts."""
     job = online(tmp_path, MOE_DENSE_STAGE, [], arguments=("--exit-interval", "1"))
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     why = "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
-    assert ended.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
+    assert result.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
 
 
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
@@ -220,10 +220,10 @@ def test_a_spare_takes_the_place(tmp_path: Path) -> None:
     job = online(
         tmp_path, DP2_LOADERS, faults, environment={**compiler, "TORCH_LOGS": "output_code"}, **given
     )
-    ended = trains_on(job, baseline)
-    assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
-    assert "spare process" not in ended.log
-    assert "Output code" in ended.log, "nothing was compiled"
+    result = trains_on(job, baseline)
+    assert f"replaced by pid {result.stamps[0]['spare']}, " in result.log
+    assert "spare process" not in result.log
+    assert "Output code" in result.log, "nothing was compiled"
 
 
 def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -235,10 +235,10 @@ def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_o
     ]
     options = ("--ttp-spares", "1", "--ttp-allow-drill", "True")
     job = online(tmp_path, DP2, faults, options=options)
-    ended = trains_on(job, baseline_of(DP2), incidents=2)
-    for stamp in ended.stamps:
-        assert f"replaced by pid {stamp['spare']}, " in ended.log
-    assert "rank 1 was ended by SIGKILL (ttp drill); replaced by pid" in ended.log
+    result = trains_on(job, baseline_of(DP2), incidents=2)
+    for stamp in result.stamps:
+        assert f"replaced by pid {stamp['spare']}, " in result.log
+    assert "rank 1 was ended by SIGKILL (ttp drill); replaced by pid" in result.log
     assert "\n  recovered; steps lost: 0; " in (job.out / DRILLED).read_text()
 
 
@@ -320,9 +320,9 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     ]
     job = online(tmp_path, DP2_RAMPUP, faults)
     baseline = baseline_of(DP2_RAMPUP)
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-5000:]
-    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    result = harness.run(job)
+    assert result.code == 0, result.log[-5000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     assert job.save is not None
     assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, 5, ITERATIONS]
     spent = outcome.spent(job.out / "logs")
@@ -332,6 +332,6 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
         found = differences(job.save / name, baseline.checkpoints / name)
         # Where its loop begins, as after a restart: the framework reads none of it from a checkpoint.
         assert [line for line in found if not BEGINS.search(line)] == []
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
     # Rank 0 says what it has found, the first time or again.
-    assert re.search(r"validation loss at iteration 5 ", ended.log)
+    assert re.search(r"validation loss at iteration 5 ", result.log)

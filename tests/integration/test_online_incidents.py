@@ -80,9 +80,9 @@ def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=unending"]
-    ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
-    assert "not recovered online: rank 3: its main thread hangs in " in ended.log
-    assert "TTP_ONLINE" not in ended.log
+    result = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
+    assert "not recovered online: rank 3: its main thread hangs in " in result.log
+    assert "TTP_ONLINE" not in result.log
 
 
 # `give`: tests/integration/test_library.py.
@@ -92,10 +92,10 @@ def test_the_only_other_holder_dies_while_the_new_process_joins(
 ) -> None:
     """Nobody has the shard of ranks 1 and 3 any more; the step was saved before, and nothing is lost."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", f"rank=3,phase={phase},kind=sigkill"]
-    ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
+    result = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
     why = "not recovered online: rank 3 has died, too; nobody else holds shard 1 of group "
-    assert f"step 5 is saved, no finished step is lost; {why}" in ended.log
-    assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
+    assert f"step 5 is saved, no finished step is lost; {why}" in result.log
+    assert "restart 1 of 1: from step 5, 0 steps lost" in result.log
 
 
 def test_the_new_process_is_killed_as_it_joins(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -125,8 +125,8 @@ def test_a_survivor_that_is_stopped_when_it_is_told_to_go_on_is_noticed(
     """The new process waits for it, before they call their loops again."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=0,phase=proceed,kind=sigstop"]
     options = ("--ttp-spares", "0", "--ttp-hang", "5")
-    ended = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
-    assert any("rank 0 does not answer; replaced by pid " in line for line in ended.said), ended.said
+    result = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
+    assert any("rank 0 does not answer; replaced by pid " in line for line in result.said), result.said
 
 
 def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
@@ -137,8 +137,8 @@ def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
         "rank=1,step=6,phase=backward,kind=sigstop,restart=-1",
     ]
     options = ("--ttp-spares", "0", "--ttp-hang", "5")
-    ended = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
-    assert any("rank 1 does not answer; replaced by pid " in line for line in ended.said), ended.said
+    result = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
+    assert any("rank 1 does not answer; replaced by pid " in line for line in result.said), result.said
 
 
 def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -153,5 +153,5 @@ def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf
 def test_a_script_that_leaves_its_loop_is_not_waited_for(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Nobody calls the loop again after `sys.exit`."""
     faults = ["rank=0,step=6,phase=backward,kind=sys.exit,code=7"]
-    ended = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
-    assert "not recovered online: rank 0: its script has left the training loop" in ended.log
+    result = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
+    assert "not recovered online: rank 0: its script has left the training loop" in result.log

@@ -22,9 +22,9 @@ DP4_EVERY_3RD = replace(DP4, name="dp4-log-3", extra=("--log-interval", "3"))
 def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Rank 1, which has written it, is killed in the evaluation behind the step."""
     job = online(tmp_path, DP2_RAMPUP, ["rank=1,step=5,phase=evaluation-forward,kind=sigkill"])
-    ended = harness.run(job)
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    framework_log.assert_same(ended, baseline_of(DP2_RAMPUP))
+    result = harness.run(job)
+    assert "1 incident (1 without a restart), 0 steps lost" in result.log
+    framework_log.assert_same(result, baseline_of(DP2_RAMPUP))
 
 
 def test_a_line_behind_which_the_framework_breaks_off_is_not_written_again(

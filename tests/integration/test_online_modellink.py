@@ -80,6 +80,6 @@ def test_what_cannot_be_called_again_says_so_and_starts_again(tmp_path: Path) ->
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
     _, result = Bench(Small(), tmp_path).run(Check(layout, "", fault, 3, restarts=1, online=True), "job")
     assert result.startswith("`online recovery: no` at the start; started again from step 3 by itself")
-    said = (tmp_path / "job" / "agent0.log").read_text()
+    text = (tmp_path / "job" / "agent0.log").read_text()
     why = "--DDP-impl torch keeps work of a step in torch's own buckets"
-    assert said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
+    assert text.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1

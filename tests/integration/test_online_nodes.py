@@ -39,13 +39,13 @@ def test_a_loop_of_ones_own_with_its_stages_on_two_nodes(tmp_path: Path) -> None
     job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
     options = ("--ttp-online", "60", "--ttp-spares", "0")
     with namespaces.two() as network:
-        ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, network=network)
-    assert set(ended.codes) == {0}, ended.log[-5000:]
-    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
-    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 6)] == [4, 4]
+        result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, network=network)
+    assert set(result.codes) == {0}, result.log[-5000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in result.log
+    assert [result.log.count(f"back behind step {step}\n") for step in (3, 6)] == [4, 4]
     outcome.assert_saved(tmp_path / "save", 6)
     # The line of a step that all had finished when the rank was killed may be written nowhere.
-    outcome.assert_same_training(ended, expected, {*range(1, ITERATIONS + 1)} - {6})
+    outcome.assert_same_training(result, expected, {*range(1, ITERATIONS + 1)} - {6})
 
 
 def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -57,8 +57,8 @@ def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: Baseline
         options=("--ttp-spares", "1"),
         environment=Authority(tmp_path / "signer").settings(),
     )
-    ended = trains_on(job, baseline_of(DP2))
-    assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
+    result = trains_on(job, baseline_of(DP2))
+    assert f"replaced by pid {result.stamps[0]['spare']}, " in result.log
 
 
 def test_without_a_spare_node_a_lost_node_is_not_recovered_online(

@@ -57,8 +57,10 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         restarts=1,
     )
     # The rank that writes the log is on the lost node, in the middle of an interval.
-    ended = trains_on(job, baseline_of(layout), incidents=2, log_interval=interval, lost_nodes=1)
-    assert ended.logs[0].count(" has the place of node 1, training goes on after step 3, 0 steps lost, ") == 1
+    result = trains_on(job, baseline_of(layout), incidents=2, log_interval=interval, lost_nodes=1)
+    assert (
+        result.logs[0].count(" has the place of node 1, training goes on after step 3, 0 steps lost, ") == 1
+    )
 
 
 def test_a_spare_node_is_lost_when_it_has_taken_the_place(
@@ -75,8 +77,8 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
         network=network,
         environment=PLAIN,
     )
-    ended = trains_on(job, baseline_of(DP2), lost_nodes=2)
-    assert ended.logs[0].count(" takes the place of node 1; ") == 2
+    result = trains_on(job, baseline_of(DP2), lost_nodes=2)
+    assert result.logs[0].count(" takes the place of node 1; ") == 2
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_an_agent_is_lost_in_the_recovery(
 ) -> None:
     """The next spare node comes in another attempt."""
     job = online(tmp_path, layout, faults, nodes=2, spares=lost, network=network, environment=PLAIN)
-    ended = trains_on(job, baseline_of(layout), lost_nodes=lost)
-    assert ended.logs[0].count(" takes the place of node 1; ") == lost
+    result = trains_on(job, baseline_of(layout), lost_nodes=lost)
+    assert result.logs[0].count(" takes the place of node 1; ") == lost
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -126,10 +128,10 @@ def test_a_node_is_cut_off_and_lives_on(node: int, tmp_path: Path, baseline_of: 
             network=network,
             environment=PLAIN,
         )
-        ended = harness.run(job)
-    assert (ended.codes[1 - node], ended.codes[2]) == (0, 0), ended.log[-5000:]
-    assert ended.codes[node] != 0, ended.logs[node][-3000:]
+        result = harness.run(job)
+    assert (result.codes[1 - node], result.codes[2]) == (0, 0), result.log[-5000:]
+    assert result.codes[node] != 0, result.logs[node][-3000:]
     place = f" has the place of node {node}, training goes on after step 3, 0 steps lost, "
-    assert ended.logs[1 - node].count(place) == 1
-    assert "1 incident (1 without a restart), 0 steps lost" in ended.logs[1 - node]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+    assert result.logs[1 - node].count(place) == 1
+    assert "1 incident (1 without a restart), 0 steps lost" in result.logs[1 - node]
+    outcome.assert_same_training(result, baseline_of(DP2).records)

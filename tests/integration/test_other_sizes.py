@@ -59,9 +59,9 @@ def undisturbed(
         load=begin,
         save=tmp_path / "other" if saves else None,
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    return ended
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    return result
 
 
 def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
@@ -80,16 +80,16 @@ def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
 def test_one_node_less(nodes: int, kind: str, tmp_path: Path) -> None:
     """Replicas change, too: split with an even data-parallel size, mirror with an odd one, none with 1."""
     extra = (*BATCH, "--ckpt-format", kind)
-    ended = lose_a_node(tmp_path, nodes, *extra)
-    assert sorted(ended.codes) == [0] * (nodes - 1) + [137], ended.log[-3000:]
+    result = lose_a_node(tmp_path, nodes, *extra)
+    assert sorted(result.codes) == [0] * (nodes - 1) + [137], result.log[-3000:]
     left = nodes - 1
     assert (
         f"[ttp] {left} node{'s' * (left > 1)} of {left} to {nodes}, {nodes} before: data-parallel size"
-        f" {left}, global batch 12: {12 // left} micro-batches of 1 on each data-parallel rank" in ended.log
+        f" {left}, global batch 12: {12 // left} micro-batches of 1 on each data-parallel rank" in result.log
     )
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
     reference = undisturbed(tmp_path, left, 3, *extra, saves=True)
-    assert_same(ended, reference, range(4, ITERATIONS + 1))
+    assert_same(result, reference, range(4, ITERATIONS + 1))
     last = naming.final_name(ITERATIONS)
     found = differences(tmp_path / "save" / last, tmp_path / "other" / last)
     assert [line for line in found if "args./load: " not in line] == []
@@ -97,22 +97,22 @@ def test_one_node_less(nodes: int, kind: str, tmp_path: Path) -> None:
 
 def test_node_0_less(tmp_path: Path) -> None:
     """Node 1 opens a rendezvous store in the place of the store that is lost with node 0."""
-    ended = lose_a_node(tmp_path, 3, *BATCH, lost=0)
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
-    assert "[ttp] this node was node 1, and is node 0 from now on" in ended.log
-    assert "[ttp] 2 nodes of 2 to 3, 3 before: data-parallel size 2, global batch 12" in ended.log
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+    result = lose_a_node(tmp_path, 3, *BATCH, lost=0)
+    assert sorted(result.codes) == [0, 0, 137], result.log[-3000:]
+    assert "[ttp] this node was node 1, and is node 0 from now on" in result.log
+    assert "[ttp] 2 nodes of 2 to 3, 3 before: data-parallel size 2, global batch 12" in result.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    assert_same(result, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 def test_node_0_comes_back(tmp_path: Path) -> None:
     """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
     faults = ["rank=0,step=4,phase=backward,kind=agent-sigkill"]
-    ended = run(tmp_path, 2, *BATCH, min_nodes=2, returning_nodes=(0,), restarts=1, faults=faults)
-    assert ended.codes == (137, 0, 0), ended.log[-3000:]
-    assert ": this node asks to be taken in there" in ended.logs[2]
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.logs[1]
-    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+    result = run(tmp_path, 2, *BATCH, min_nodes=2, returning_nodes=(0,), restarts=1, faults=faults)
+    assert result.codes == (137, 0, 0), result.log[-3000:]
+    assert ": this node asks to be taken in there" in result.logs[2]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.logs[1]
+    assert_same(result, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
@@ -122,7 +122,7 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
     The side that goes on trains for longer than the other side needs to begin.
     """
     with namespaces.two() as network:
-        ended = run(
+        result = run(
             tmp_path,
             2,
             *BATCH,
@@ -135,20 +135,20 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
                 *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (4, 5, 6)),
             ],
         )
-    assert sorted(bool(code) for code in ended.codes) == [False, True], ended.log[-5000:]
-    assert ended.log.count("restart 1 of 1: from step 3, 0 steps lost") == 1
+    assert sorted(bool(code) for code in result.codes) == [False, True], result.log[-5000:]
+    assert result.log.count("restart 1 of 1: from step 3, 0 steps lost") == 1
     # Its new workers are refused, or it sees the lease while it waits for other nodes.
     refused = r"not started again: --save is .*: the job of process \d+ on .*, saves there"
     excluded = r"nodes cannot meet again, for the job of process \d+ on .*, saves in --save now, and goes on "
-    assert re.search(f"{refused}|{excluded}", ended.log)
-    assert_same(ended, undisturbed(tmp_path, 1, 3, *BATCH), range(4, ITERATIONS + 1))
+    assert re.search(f"{refused}|{excluded}", result.log)
+    assert_same(result, undisturbed(tmp_path, 1, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) -> None:
     """It would wait for other nodes, `join_timeout` at most: 600 s."""
     with namespaces.star(3, cut=0) as network:
-        ended = run(
+        result = run(
             tmp_path,
             3,
             *BATCH,
@@ -158,22 +158,22 @@ def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) 
             environment={"TTP_TLS": "plain"},
             faults=["rank=0,step=4,phase=backward,kind=cut"],
         )
-    assert ended.codes[1:] == (0, 0), ended.log[-5000:]
-    assert ended.codes[0], ended.log[-5000:]
+    assert result.codes[1:] == (0, 0), result.log[-5000:]
+    assert result.codes[0], result.log[-5000:]
     assert re.search(
         r"; nodes cannot meet again, for the job of process \d+ on .*, saves in --save now,"
         r" and goes on without this node; ",
-        ended.logs[0],
+        result.logs[0],
     )
-    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+    assert_same(result, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:
     """It is saved, and the last line says what would be right."""
-    ended = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
-    assert set(ended.codes) == {137}, ended.log[-3000:]
+    result = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
+    assert set(result.codes) == {137}, result.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 3)
-    (line,) = {log_lines.last_line(log) for log in ended.logs if "cannot be divided" in log}
+    (line,) = {log_lines.last_line(log) for log in result.logs if "cannot be divided" in log}
     assert line == (
         "[ttp] node 2 is lost; step 3 is saved, no finished step is lost; not started again: 2 nodes: the"
         " data-parallel size is 2, and --global-batch-size 9 cannot be divided by 2 times --micro-batch-size"
@@ -188,13 +188,15 @@ def test_the_nearest_batch(tmp_path: Path) -> None:
     From an odd data-parallel size to an even one.
     """
     batch = ("--global-batch-size", "9")
-    ended = lose_a_node(tmp_path, 3, *batch, *SAMPLES, options=["--ttp-batch", "nearest"])
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
-    assert "data-parallel size 2, global batch 8 in place of 9 (TTP_BATCH): 4 micro-batches of 1" in ended.log
-    consumed = map(int, re.findall(r"consumed samples: +(\d+)", ended.log))
+    result = lose_a_node(tmp_path, 3, *batch, *SAMPLES, options=["--ttp-batch", "nearest"])
+    assert sorted(result.codes) == [0, 0, 137], result.log[-3000:]
+    assert (
+        "data-parallel size 2, global batch 8 in place of 9 (TTP_BATCH): 4 micro-batches of 1" in result.log
+    )
+    consumed = map(int, re.findall(r"consumed samples: +(\d+)", result.log))
     assert sorted(consumed) == [9, 18, 27, 35, 43, 51, 59]
     reference = undisturbed(tmp_path, 2, 3, "--global-batch-size", "8", *SAMPLES, "--exit-interval", "7")
-    assert_same(ended, reference, range(4, 8))
+    assert_same(result, reference, range(4, 8))
 
 
 def test_a_node_that_comes_later(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
 
     Its address is before that of the other node, but that one stays node 0, with the job's history.
     """
-    ended = run(
+    result = run(
         tmp_path,
         2,
         *BATCH,
@@ -211,18 +213,18 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
         addresses=("127.0.0.2", "127.0.0.1"),
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
-    assert ended.codes == (0, 0), ended.log[-3000:]
-    assert "[ttp] 1 more node is there; step 3 is saved, no finished step is lost" in ended.logs[0]
-    assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in ended.logs[0]
-    assert "start on more nodes: from step 3, 0 steps lost" in ended.logs[0]
-    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+    assert result.codes == (0, 0), result.log[-3000:]
+    assert "[ttp] 1 more node is there; step 3 is saved, no finished step is lost" in result.logs[0]
+    assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in result.logs[0]
+    assert "start on more nodes: from step 3, 0 steps lost" in result.logs[0]
+    assert_same(result, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
     status = json.loads((tmp_path / "job/logs/job/status.json").read_text())
     assert (status["generation"], status["incidents"]) == (2, 1)
 
 
 def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
     """It learns that no restart is left: after the next fault all end alike."""
-    ended = run(
+    result = run(
         tmp_path,
         3,
         *BATCH,
@@ -236,8 +238,8 @@ def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
             "rank=1,step=7,phase=backward,kind=exception,restart=-2",
         ],
     )
-    assert ended.codes == (1, 137, 1), ended.log[-3000:]
-    first, _, last = ended.logs
+    assert result.codes == (1, 137, 1), result.log[-3000:]
+    first, _, last = result.logs
     assert "restart 1 of 1: from step 3, 0 steps lost" in first
     assert "restart 1 of 1: " not in last
     assert [
@@ -248,9 +250,9 @@ def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
     """The last line has the command that makes a checkpoint which does, and the framework goes on from it."""
-    ended = lose_a_node(tmp_path, 4, *BATCH, tp=2)
-    assert set(ended.codes) == {137}, ended.log[-3000:]
-    (line,) = {log_lines.last_line(log) for log in ended.logs if "adaptor transform" in log}
+    result = lose_a_node(tmp_path, 4, *BATCH, tp=2)
+    assert set(result.codes) == {137}, result.log[-3000:]
+    (line,) = {log_lines.last_line(log) for log in result.logs if "adaptor transform" in log}
     assert "; not started again: 3 nodes with 3 ranks: the model (tensor times pipeline times context" in line
     assert " takes 2, of which 3 is no multiple; start 4 nodes, or run `python -m adaptor transform" in line
     sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
@@ -273,16 +275,16 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
 
 def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     """The job goes on in other sizes from the step that was saved, and nothing that it had saved is lost."""
-    ended = lose_a_node(tmp_path, 4, *BATCH, tp=2, options=["--ttp-reshape", "auto"])
-    assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
+    result = lose_a_node(tmp_path, 4, *BATCH, tp=2, options=["--ttp-reshape", "auto"])
+    assert sorted(result.codes) == [0, 0, 0, 137], result.log[-3000:]
     save, folder = tmp_path / "save", naming.final_name(3)
     assert (
         "3 nodes of 3 to 4, 4 before: TP1 PP1 in place of TP2 PP1 (TTP_RESHAPE), data-parallel size 3"
-        in ended.log
+        in result.log
     )
-    assert f"[ttp] step 3 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed" in ended.log
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    assert_same(ended, undisturbed(tmp_path, 3, 3, *BATCH, saves=True), range(4, ITERATIONS + 1))
+    assert f"[ttp] step 3 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed" in result.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    assert_same(result, undisturbed(tmp_path, 3, 3, *BATCH, saves=True), range(4, ITERATIONS + 1))
     last = naming.final_name(ITERATIONS)
     found = differences(save / last, tmp_path / "other" / last)
     assert [line for line in found if "args./load: " not in line] == []
@@ -308,7 +310,7 @@ def test_a_model_takes_its_own_sizes_again(tmp_path: Path) -> None:
     sizes itself. `test_a_model_that_is_transformed_to_fit` has the format `torch`.
     """
     extra = (*BATCH, "--ckpt-format", "torch_dist")
-    ended = run(
+    result = run(
         tmp_path,
         4,
         *extra,
@@ -318,13 +320,13 @@ def test_a_model_takes_its_own_sizes_again(tmp_path: Path) -> None:
         options=["--ttp-reshape", "tp=1,pp=1"],
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
-    assert ended.codes == (0,) * 4, ended.log[-3000:]
+    assert result.codes == (0,) * 4, result.log[-3000:]
     assert (
         "[ttp] 3 nodes of 3 to 4: TP1 PP1 in place of TP2 PP1 (TTP_RESHAPE), data-parallel size 3"
-        in ended.log
+        in result.log
     )
-    assert "[ttp] 4 nodes of 3 to 4, 3 before: data-parallel size 2, global batch 12: 6" in ended.log
-    assert "has TP1 PP1, and the job has TP2 PP1: it is transformed" in ended.log
-    assert "start on more nodes: from step 3, 0 steps lost" in ended.log
+    assert "[ttp] 4 nodes of 3 to 4, 3 before: data-parallel size 2, global batch 12: 6" in result.log
+    assert "has TP1 PP1, and the job has TP2 PP1: it is transformed" in result.log
+    assert "start on more nodes: from step 3, 0 steps lost" in result.log
     assert manifest.defects(tmp_path / "save" / naming.before_reshape_name(3, 1)) == []
-    assert_same(ended, undisturbed(tmp_path, 4, 3, *extra, tp=2), range(4, ITERATIONS + 1))
+    assert_same(result, undisturbed(tmp_path, 4, 3, *extra, tp=2), range(4, ITERATIONS + 1))

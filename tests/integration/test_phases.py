@@ -45,8 +45,8 @@ def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline
     faults = [f"rank={rank},step=6,phase={phase},kind={kind}"]
     job = Job(tmp_path / "job", DP2, save=tmp_path / "save", faults=faults)
     code, how = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
-    ended = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
-    assert ended.last_line.startswith(f"[ttp] rank {rank} {how}")
+    result = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
+    assert result.last_line.startswith(f"[ttp] rank {rank} {how}")
 
 
 def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -35,15 +35,15 @@ def test_a_killed_rank_in_a_framework_of_ones_own(tmp_path: Path) -> None:
 
     undisturbed = train("undisturbed", "torchrun")
     assert undisturbed.code == 0, undisturbed.log[-3000:]
-    ended = train(
+    result = train(
         "killed",
         "ttprun",
         restarts=1,
         faults=("rank=1,step=6,phase=backward,kind=sigkill",),
         options=("--ttp-device", "lab"),
     )
-    assert ended.code == 0, ended.log[-3000:]
+    assert result.code == 0, result.log[-3000:]
     saved = outcome.assert_saved(tmp_path / "killed/save", 5)
     assert [path.name for path in (saved / "mp_rank_00").iterdir()] == ["lab.pt"]
-    assert "lab: the state of its device is read" in ended.log, "the device of the plug-in was not asked"
-    outcome.assert_same_training(ended, undisturbed.records)
+    assert "lab: the state of its device is read" in result.log, "the device of the plug-in was not asked"
+    outcome.assert_same_training(result, undisturbed.records)

@@ -46,9 +46,9 @@ def test_a_setting_that_makes_no_sense(
 ) -> None:
     """Nothing is launched: there is no output but this line."""
     job = Job(tmp_path / "job", DP2, save=tmp_path / "save", options=options, environment=environment)
-    ended = harness.run(job)
-    assert ended.code == REFUSED
-    (said,) = ended.log.splitlines()
+    result = harness.run(job)
+    assert result.code == REFUSED
+    (said,) = result.log.splitlines()
     assert said.startswith(f"ttprun: error: {line}")
 
 
@@ -121,17 +121,19 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_enabled_after_the_framework_was_imported() -> None:
-    done = _python("import megatron.core.parallel_state, adaptor; adaptor.enable()", TTP_AGENT="somewhere")
-    assert done.returncode == 1
-    line = done.stderr.rstrip().rpartition("\n")[2]
+    completed = _python(
+        "import megatron.core.parallel_state, adaptor; adaptor.enable()", TTP_AGENT="somewhere"
+    )
+    assert completed.returncode == 1
+    line = completed.stderr.rstrip().rpartition("\n")[2]
     assert "adaptor.enable() was called after megatron.core.parallel_state was imported" in line
     assert "call it before" in line
 
 
 def test_enabled_but_not_started_by_ttprun() -> None:
-    done = _python("import adaptor; adaptor.enable()")
-    assert done.returncode == 1
-    line = done.stderr.rstrip().rpartition("\n")[2]
+    completed = _python("import adaptor; adaptor.enable()")
+    assert completed.returncode == 1
+    line = completed.stderr.rstrip().rpartition("\n")[2]
     assert "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False" in line
 
 
@@ -144,10 +146,10 @@ def test_off_is_plain_torchrun(tmp_path: Path) -> None:
         environment={"ENABLE_TTP": "False"},
         faults=["rank=1,step=2,phase=backward,kind=os._exit,code=7"],
     )
-    ended = harness.run(job)
-    assert ended.code == 1  # torchrun's, whatever the worker's was
+    result = harness.run(job)
+    assert result.code == 1  # torchrun's, whatever the worker's was
     assert list(tmp_path.joinpath("save").glob("*")) == []
-    assert ended.said == []
+    assert result.said == []
 
 
 @pytest.mark.cold
@@ -163,9 +165,9 @@ def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
         options=["--ttp-device", ""],
         script=script,
     )
-    ended = harness.run(job)
-    assert ended.code == 0
-    assert "modules: []" in ended.log
+    result = harness.run(job)
+    assert result.code == 0
+    assert "modules: []" in result.log
 
 
 @pytest.mark.robustness(
@@ -177,11 +179,11 @@ def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
 def test_a_job_that_only_evaluates(saves: bool, tmp_path: Path) -> None:
     save = tmp_path / "save"
     arguments = ["--skip-train", "--eval-iters", "1", "--split", "90,10,0"]
-    ended = harness.run(Job(tmp_path / "job", DP2, save=save if saves else None, arguments=arguments))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "skipping training (--skip-train is on)" in ended.log
-    assert "validation loss at" in ended.log
-    assert not any("rotected" in line or "PROTECTED" in line for line in ended.said), ended.said
+    result = harness.run(Job(tmp_path / "job", DP2, save=save if saves else None, arguments=arguments))
+    assert result.code == 0, result.log[-3000:]
+    assert "skipping training (--skip-train is on)" in result.log
+    assert "validation loss at" in result.log
+    assert not any("rotected" in line or "PROTECTED" in line for line in result.said), result.said
     assert not list(save.glob("*")) if saves else not save.exists()
 
 
@@ -197,16 +199,16 @@ def test_a_second_job_in_the_save_folder(tmp_path: Path) -> None:
     first = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         Lease(save, Owner.of(first.pid)).take()
-        ended = harness.run(Job(tmp_path / "second", DP2, save=save))
-        _assert_refused(ended, f"--save is {save}: the job of process {first.pid} on ", ", started 20")
+        result = harness.run(Job(tmp_path / "second", DP2, save=save))
+        _assert_refused(result, f"--save is {save}: the job of process {first.pid} on ", ", started 20")
         assert left.exists(), "the first job is writing there"
     finally:
         first.kill()
         first.communicate()
     faults = ["rank=1,step=5,phase=backward,kind=sigkill"]
-    ended = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults))
-    assert ended.code == 0
-    assert "which is gone: this job saves there now" in ended.log
+    result = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults))
+    assert result.code == 0
+    assert "which is gone: this job saves there now" in result.log
     assert outcome.steps_in(save) == [4, 8]
     assert not left.exists()
     assert not (save / naming.LEASE).exists()

@@ -53,13 +53,13 @@ def _loses_a_node_of_four(tmp_path: Path, layout: Layout) -> Ended:
 
 def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
     """Two stages of two chunks each lose a node of four; the three that are left hold the model whole."""
-    ended = _loses_a_node_of_four(tmp_path, Layout("vpp2", 4, pp=2, extra=(*VPP2_DP2.extra, *BATCH)))
-    assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
-    assert "TP1 PP1 in place of TP1 PP2 (TTP_RESHAPE), data-parallel size 3" in ended.log
+    result = _loses_a_node_of_four(tmp_path, Layout("vpp2", 4, pp=2, extra=(*VPP2_DP2.extra, *BATCH)))
+    assert sorted(result.codes) == [0, 0, 0, 137], result.log[-3000:]
+    assert "TP1 PP1 in place of TP1 PP2 (TTP_RESHAPE), data-parallel size 3" in result.log
     assert (
-        f"[ttp] step 3 in {tmp_path / 'save'} has TP1 PP2 VPP2, and the job has TP1 PP1: it is" in ended.log
+        f"[ttp] step 3 in {tmp_path / 'save'} has TP1 PP2 VPP2, and the job has TP1 PP1: it is" in result.log
     )
-    _assert_trained_from(ended, tmp_path, Layout("dp3", 3, extra=("--num-layers", "4", *BATCH)))
+    _assert_trained_from(result, tmp_path, Layout("dp3", 3, extra=("--num-layers", "4", *BATCH)))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_experts(before: Layout, parallel: tuple[str, ...], words: str, tmp_path
     replica = "mirror" if parallel else "auto"
     layout = Layout("dp2", 2, replica=replica, extra=extra)
     job = Job(tmp_path / "job", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    assert f"[ttp] step 3 in {save} has {words} it is transformed" in ended.log
-    _assert_trained_from(ended, tmp_path, layout)
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    assert f"[ttp] step 3 in {save} has {words} it is transformed" in result.log
+    _assert_trained_from(result, tmp_path, layout)
 
 
 def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None
 
     The last line has the size in which they do, and a start with it goes on.
     """
-    ended = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
-    assert set(ended.codes) == {137}, ended.log[-3000:]
+    result = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
+    assert set(result.codes) == {137}, result.log[-3000:]
     save = tmp_path / "save"
-    (line,) = {log_lines.last_line(log) for log in ended.logs if "not started again" in log}
+    (line,) = {log_lines.last_line(log) for log in result.logs if "not started again" in log}
     assert line == (
         "[ttp] node 3 is lost; step 3 is saved, no finished step is lost; not started again: TTP_RESHAPE is"
         " auto, and in no tensor and pipeline parallel sizes 3 ranks can train this model with this batch:"
@@ -108,8 +108,8 @@ def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None
     )
     assert manifest.defects(save / naming.final_name(3)) == []
     layout = Layout("moe-dp3", 3, extra=(*EXPERTS, *BATCH))
-    again = Job(tmp_path / "again", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
-    resumed = harness.run(again)
+    second_job = Job(tmp_path / "again", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
+    resumed = harness.run(second_job)
     assert resumed.code == 0, resumed.log[-3000:]
     assert f"[ttp] step 3 in {save} has TP1 PP1 EP2, and the job has TP1 PP1: it is" in resumed.log
     _assert_trained_from(resumed, tmp_path, layout)

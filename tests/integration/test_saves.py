@@ -37,8 +37,8 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
         save_interval=3,
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert ended.code == 137
+    result = harness.run(job)
+    assert result.code == 137
     assert job.save is not None
     assert outcome.steps_in(job.save) == [3, 6]
     regular = job.save / "iter_0000003"
@@ -53,7 +53,7 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
         if path.is_file() and path.name != naming.MANIFEST
     }
     assert_last_words(job.save, 6, baseline)
-    outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
+    outcome.assert_same_training(result, baseline.records, steps=range(1, 7))
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_a_rank_cannot_write_its_part_of_a_save(
         arguments=arguments,
         faults=[f"rank=1,step={step},phase={phase},kind=exception" for step in (4, 8)],
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-5000:]
-    (failed,) = [line for line in ended.said if f"step 4 could not be saved: rank 1: {error}" in line]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-5000:]
+    (failed,) = [line for line in result.said if f"step 4 could not be saved: rank 1: {error}" in line]
     assert failed.startswith("[ttp] step 4 ")
-    assert f"training ends, and step 8 could not be saved: rank 1: {error}" in ended.log
-    assert "step 8 is saved, no finished step is lost" in ended.log
+    assert f"training ends, and step 8 could not be saved: rank 1: {error}" in result.log
+    assert "step 8 is saved, no finished step is lost" in result.log
     assert job.save is not None
     assert outcome.steps_in(job.save) == [8]
     folder = outcome.assert_saved(job.save, 8)
@@ -102,7 +102,7 @@ def test_a_rank_cannot_write_its_part_of_a_save(
     assert [
         line for line in unlike if not re.search(r"args\./(async_save|exit_interval|ckpt_assume\w+): ", line)
     ] == []
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
 
 
 def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -119,13 +119,13 @@ def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, bas
         faults=["rank=1,step=5,phase=forward,kind=sigkill"],
         nodes=2,
     )
-    ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-3000:]
-    assert "from step 3, 1 step lost" in ended.log
-    (line,) = [line for line in ended.said if "the lease of node 0 is not there" in line]
+    result = harness.run(job)
+    assert set(result.codes) == {0}, result.log[-3000:]
+    assert "from step 3, 1 step lost" in result.log
+    (line,) = [line for line in result.said if "the lease of node 0 is not there" in line]
     assert line.startswith(f"[ttp] node 1: --save is {save / 'node1'}, and ")
     assert "last words are written only where one node can write all of the model" in line
-    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
+    outcome.assert_same_training(result, baseline_of(TP2_DP1).records)
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
         folder = save / f"node{node}" / naming.final_name(harness.ITERATIONS)
         assert {path.parent.name for path in folder.rglob("*.pt")} == {rank}
@@ -191,11 +191,13 @@ def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: B
         faults=["rank=1,step=3,phase=save-apart,kind=sigkill"],
         nodes=2,
     )
-    ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-3000:]
-    assert "node 1: iter_0000003: the end of the job had cut its save short when all was written" in ended.log
-    assert "from step 3" in ended.log
-    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
+    result = harness.run(job)
+    assert set(result.codes) == {0}, result.log[-3000:]
+    assert (
+        "node 1: iter_0000003: the end of the job had cut its save short when all was written" in result.log
+    )
+    assert "from step 3" in result.log
+    outcome.assert_same_training(result, baseline_of(TP2_DP1).records)
 
 
 def test_two_nodes_start_again_before_anything_is_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -208,10 +210,10 @@ def test_two_nodes_start_again_before_anything_is_saved(tmp_path: Path, baseline
         faults=["rank=1,step=2,phase=forward,kind=sigkill"],
         nodes=2,
     )
-    ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-3000:]
+    result = harness.run(job)
+    assert set(result.codes) == {0}, result.log[-3000:]
     baseline = baseline_of(TP2_DP1)
-    outcome.assert_same_training(ended, baseline.records)
-    assert {line["iteration"] for lines in ended.records.values() for line in lines} == set(
+    outcome.assert_same_training(result, baseline.records)
+    assert {line["iteration"] for lines in result.records.values() for line in lines} == set(
         range(1, harness.ITERATIONS + 1)
     )

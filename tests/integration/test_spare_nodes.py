@@ -29,12 +29,12 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
             environment={"TTP_TLS": "plain"},
             faults=["rank=1,step=6,phase=backward,kind=agent-sigkill"],
         )
-        ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 0, 137, 137], ended.log[-3000:]
-    assert ended.logs[0].count(" takes the place of node 1; ") == 2  # the first one is killed as it says so
-    assert ended.log.count("the job is over; this spare node was not needed") == 1
-    assert "restart 2 of 2" in ended.logs[0]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+        result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 0, 137, 137], result.log[-3000:]
+    assert result.logs[0].count(" takes the place of node 1; ") == 2  # the first one is killed as it says so
+    assert result.log.count("the job is over; this spare node was not needed") == 1
+    assert "restart 2 of 2" in result.logs[0]
+    outcome.assert_same_training(result, baseline_of(DP2).records)
 
 
 def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
@@ -52,11 +52,11 @@ def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
         options=("--ttp-hang", "0"),
         faults=["rank=0,step=6,phase=backward,kind=sigkill"],
     )
-    ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
-    assert ended.logs[0].count(" takes the place of node 1; ") == 1
-    assert "restart 2 of 2" in ended.logs[0]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+    result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137], result.log[-3000:]
+    assert result.logs[0].count(" takes the place of node 1; ") == 1
+    assert "restart 2 of 2" in result.logs[0]
+    outcome.assert_same_training(result, baseline_of(DP2).records)
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
@@ -87,15 +87,15 @@ def test_nodes_that_were_lost_come_back_as_spare_nodes(tmp_path: Path, baseline_
                 "rank=1,step=8,phase=backward,kind=sigkill,restart=-1",
             ],
         )
-        ended = harness.run(job)
-    assert ended.codes == (137, 137, 0, 137, 0), ended.log[-3000:]
+        result = harness.run(job)
+    assert result.codes == (137, 137, 0, 137, 0), result.log[-3000:]
     for node, step in ((1, 1), (0, 3), (0, 5)):
         place = f" has the place of node {node}, training goes on after step {step}, 0 steps lost, "
-        assert ended.logs[2].count(place) == 1, ended.said
-    assert "has taken node 1 for lost: this node waits as a spare node" in ended.logs[3]
-    assert ": this node waits there, as a spare node" in ended.logs[4]
-    assert "restart 1 of 1: from step " in ended.logs[4]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+        assert result.logs[2].count(place) == 1, result.said
+    assert "has taken node 1 for lost: this node waits as a spare node" in result.logs[3]
+    assert ": this node waits there, as a spare node" in result.logs[4]
+    assert "restart 1 of 1: from step " in result.logs[4]
+    outcome.assert_same_training(result, baseline_of(DP2).records)
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
@@ -116,8 +116,8 @@ def test_a_second_spare_comes_later_to_the_new_node_0(tmp_path: Path, baseline_o
                 "rank=1,step=6,phase=backward,kind=agent-sigkill,restart=1",
             ],
         )
-        ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 137, 137], ended.log[-3000:]
-    assert ended.logs[1].count(" takes the place of node 1; ") == 2
-    assert "restart 2 of 2: from step 5, 0 steps lost" in ended.logs[1]
-    outcome.assert_same_training(ended, baseline_of(DP2).records)
+        result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137, 137], result.log[-3000:]
+    assert result.logs[1].count(" takes the place of node 1; ") == 2
+    assert "restart 2 of 2: from step 5, 0 steps lost" in result.logs[1]
+    outcome.assert_same_training(result, baseline_of(DP2).records)

@@ -47,10 +47,10 @@ def test_last_words_come_back_from_the_store(server: str, tmp_path: Path, baseli
         ],
         environment=object_store.CREDENTIALS,
     )
-    ended = harness.run(job)
-    assert ended.code == 137, ended.log[-3000:]
-    assert "[ttp] step 5 is in s3://bucket/run7" in ended.log
-    assert "are in s3://bucket/run7/outputs/node0" in ended.log
+    result = harness.run(job)
+    assert result.code == 137, result.log[-3000:]
+    assert "[ttp] step 5 is in s3://bucket/run7" in result.log
+    assert "are in s3://bucket/run7/outputs/node0" in result.log
     (incident,) = (tmp_path / "job" / "logs").rglob("incidents/*.json")
     store = open_store("s3://bucket/run7", server)
     outputs = f"outputs/node0{tmp_path}"
@@ -77,13 +77,13 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
         options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
         environment=object_store.CREDENTIALS,
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
     (newest, *_) = catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
     assert newest.saved_manifest.step == harness.ITERATIONS
     assert job.save is not None
-    outcome.assert_same_training(ended, baseline.records)
-    assert "has ended" not in "".join(line for line in ended.said if "sends checkpoints" in line)
+    outcome.assert_same_training(result, baseline.records)
+    assert "has ended" not in "".join(line for line in result.said if "sends checkpoints" in line)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -104,8 +104,8 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
             + ([] if answers else ["--ttp-grace", "20"]),
             environment=object_store.CREDENTIALS,
         )
-        ended = harness.run(job)
-    assert set(ended.codes) == {143}, ended.log[-3000:]
+        result = harness.run(job)
+    assert set(result.codes) == {143}, result.log[-3000:]
     (step,) = outcome.steps_in(tmp_path / "save")
     found = [
         one.saved_manifest.step
@@ -116,7 +116,7 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
     else:
         assert found == []
         where = f"{tmp_path / 'save'}, not in s3://bucket/run7: TTP_GRACE is over"
-        assert f"[ttp] step {step} is only in {where}" in ended.log
+        assert f"[ttp] step {step} is only in {where}" in result.log
 
 
 def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -
         options=["--ttp-store", "s3://nowhere/run7", "--ttp-store-endpoint", server],
         environment=object_store.CREDENTIALS,
     )
-    ended = harness.run(job)
-    assert ended.code == 2
-    assert ended.log.splitlines() == [
+    result = harness.run(job)
+    assert result.code == 2
+    assert result.log.splitlines() == [
         f"ttprun: error: TTP_STORE: s3://nowhere/run7: there is no bucket nowhere in {server}"
     ]
     assert not (tmp_path / "save").exists()
@@ -199,10 +199,10 @@ def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> No
         environment=object_store.CREDENTIALS,
         arguments=("--load", "s3://bucket/run7", "--ckpt-step", "5"),
     )
-    ended = harness.run(job)
-    assert ended.code == 2
-    assert "ttprun: error: --load: s3://bucket/run7: there is no complete checkpoint of step 5" in ended.log
-    assert "Traceback" not in ended.log
+    result = harness.run(job)
+    assert result.code == 2
+    assert "ttprun: error: --load: s3://bucket/run7: there is no complete checkpoint of step 5" in result.log
+    assert "Traceback" not in result.log
 
 
 def _write_tokens(prefix: Path, documents: int, length: int) -> None:
@@ -277,8 +277,8 @@ def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: P
             environment=object_store.CREDENTIALS,
             nodes=2,
         )
-        ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-3000:]
+        result = harness.run(job)
+    assert set(result.codes) == {0}, result.log[-3000:]
     store = open_store("s3://bucket/run7", server)
     (found,) = catalog.newest_first(store, None, [])
     assert found.saved_manifest.step == harness.ITERATIONS

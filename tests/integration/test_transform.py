@@ -64,9 +64,9 @@ TP1_EP2 = replace(EP2, name="tp1-ep2", extra=TP2_ETP2.extra[:-1])
 
 def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: Any) -> harness.Ended:
     given: dict[str, Any] = {"launcher": "torchrun", **more}
-    ended = harness.run(Job(tmp_path / name, layout, arguments=arguments, **given))
-    assert ended.code == 0, ended.log[-3000:]
-    return ended
+    result = harness.run(Job(tmp_path / name, layout, arguments=arguments, **given))
+    assert result.code == 0, result.log[-3000:]
+    return result
 
 
 def _converted(tmp_path: Path, layout: Layout, load: Path, *more: str) -> Path:
@@ -78,9 +78,11 @@ def _converted(tmp_path: Path, layout: Layout, load: Path, *more: str) -> Path:
 
 
 def _differences(ours: Path, theirs: Path) -> list[str]:
-    found = same.differences(*(root / f"iter_{STEP:07d}" for root in (ours, theirs)))
+    differences = same.differences(*(root / f"iter_{STEP:07d}" for root in (ours, theirs)))
     names = tuple(f"args./{name}" for name in _OF_THE_JOB)
-    return [line for line in found if "rng_state" not in line and not any(name in line for name in names)]
+    return [
+        line for line in differences if "rng_state" not in line and not any(name in line for name in names)
+    ]
 
 
 def _content(ours: Path, theirs: Path) -> list[str]:

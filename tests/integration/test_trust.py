@@ -45,9 +45,9 @@ def test_a_byte_of_the_last_words_is_changed(
     text[len(text) // 2] ^= 1
     damaged.write_bytes(text)
 
-    ended = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if damaged.name in line]
+    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if damaged.name in line]
     assert line == (
         f"[ttp] {damaged}: checksum differs from the manifest, kept in aside_iter_0000006.1;"
         " the newest intact checkpoint is step 4"
@@ -58,14 +58,14 @@ def test_a_byte_of_the_last_words_is_changed(
     last = (root / naming.final_name(ITERATIONS) for root in (save, baseline.checkpoints))
     # What a resumed run says of itself in its arguments.
     assert [line for line in differences(*last) if "/args." not in line] == []
-    _assert_goes_on_from(4, ended, baseline)
+    _assert_goes_on_from(4, result, baseline)
 
     # The tracker of what is loaded names a damaged step, and the user chooses an older one.
     (save / naming.final_name(ITERATIONS) / name).write_bytes(b"damaged")
     job = Job(tmp_path / "back", layout, save=tmp_path / "new", load=save, arguments=["--ckpt-step", "4"])
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    _assert_goes_on_from(4, ended, baseline)
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    _assert_goes_on_from(4, result, baseline)
 
 
 def _assert_goes_on_from(step: int, ended: Ended, baseline: Baseline) -> None:
@@ -101,12 +101,12 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     (save / naming.final_name(7)).mkdir()
     (save / naming.final_name(7) / naming.MANIFEST).write_bytes(b"[" * 100_000)
 
-    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
-    assert ended.code == 0, ended.log[-3000:]
-    assert "no checkpoint, and ignored: iter_00000015, iter_0000003_tmp_x" in ended.log
-    (line,) = [line for line in ended.said if "missing beside checkpoints" in line]
+    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    assert result.code == 0, result.log[-3000:]
+    assert "no checkpoint, and ignored: iter_00000015, iter_0000003_tmp_x" in result.log
+    (line,) = [line for line in result.said if "missing beside checkpoints" in line]
     assert line.endswith("the newest intact checkpoint is step 6")
-    _assert_goes_on_from(6, ended, baseline)
+    _assert_goes_on_from(6, result, baseline)
     assert tracker.tracked_step(save) == ITERATIONS
 
 
@@ -119,12 +119,12 @@ def test_a_tracker_that_is_ahead_of_the_files_is_not_believed(
     for step, name in {2: 2, 4: 6}.items():
         shutil.copytree(baseline.checkpoints / naming.final_name(step), save / naming.final_name(name))
     (save / naming.TRACKER).write_text("6")
-    ended = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if "have loaded step 4" in line]
+    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if "have loaded step 4" in line]
     assert line.startswith(f"[ttp] {save / naming.final_name(6)}: ")
     assert line.endswith("kept in aside_iter_0000006.1; the newest intact checkpoint is step 2")
-    _assert_goes_on_from(2, ended, baseline)
+    _assert_goes_on_from(2, result, baseline)
 
 
 COMPARED = {"TTP_VERIFY_SAVES": "True"}
@@ -160,13 +160,13 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     (lie / naming.MANIFEST).write_bytes(described.encode())
     assert manifest.defects(lie) == []
 
-    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
-    assert ended.code == 0, ended.log[-3000:]
-    (line,) = [line for line in ended.said if "have loaded another state" in line]
+    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    assert result.code == 0, result.log[-3000:]
+    (line,) = [line for line in result.said if "have loaded another state" in line]
     assert line.startswith(f"[ttp] {lie}: the ranks have loaded another state than that on which the holders")
     assert "exp_avg of shard 0 of mp_rank_00 on rank 0" in line
     assert line.endswith("kept in aside_iter_0000006.1; the newest intact checkpoint is step 4")
-    _assert_goes_on_from(4, ended, baseline)
+    _assert_goes_on_from(4, result, baseline)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_saves_that_lie_are_refused(layout: Layout, arguments: list[str], tmp_pa
     job = Job(
         tmp_path / "job", layout, save=save, save_interval=1, arguments=arguments, environment=environment
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    refused = [line for line in ended.said if "could not be saved" in line]
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    refused = [line for line in result.said if "could not be saved" in line]
     assert [int(re.findall(r"step (\d+) could not be saved", line)[0]) for line in refused] == [*hooks.LIES]
     assert outcome.steps_in(save) == [1, 7, ITERATIONS]
     for step in (1, 7, ITERATIONS):

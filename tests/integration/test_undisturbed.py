@@ -23,17 +23,17 @@ RECORDED = ("--ttp-profile", "steps=2-3,ranks=1", "--ttp-dump", '{"steps": "3,5"
 def test_no_fault(layout: Layout, options: tuple[str, ...], tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(layout)
     save = tmp_path / "save"
-    ended = harness.run(Job(tmp_path / "job", layout, save=save, save_interval=4, options=options))
-    assert ended.code == 0, ended.log[-3000:]
-    recorded = [line for line in ended.said if "TTP_PROFILE" in line or "TTP_DUMP" in line]
+    result = harness.run(Job(tmp_path / "job", layout, save=save, save_interval=4, options=options))
+    assert result.code == 0, result.log[-3000:]
+    recorded = [line for line in result.said if "TTP_PROFILE" in line or "TTP_DUMP" in line]
     assert len(recorded) == (3 if options else 0), recorded
     assert {path.name for path in (tmp_path / "job/logs").glob("record-*/*")} == (
         {"profile-rank1-steps2-3", "dump-rank0.jsonl", "dump-rank3.jsonl"} if options else set()
     )
-    protected, replicas = sorted(set(ended.said) - set(recorded))
+    protected, replicas = sorted(set(result.said) - set(recorded))
     assert replicas.startswith("[ttp] second copies of optimizer shards by split, 2 instances: ")
     assert protected == "[ttp] protected from step 1 (split; any 1 rank)"
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)
     outcome.assert_saved(save, ITERATIONS)
     assert outcome.steps_in(save) == [4, ITERATIONS]
     for step in (4, ITERATIONS):
@@ -55,9 +55,9 @@ def test_a_fault_behind_the_training_starts_nothing_again(
     job = Job(
         tmp_path / "job", DP2, save=tmp_path / "save", save_interval=4, restarts=1, faults=[f"rank=1,{fault}"]
     )
-    ended = harness.run(job)
-    assert ended.code == code, ended.log[-3000:]
+    result = harness.run(job)
+    assert result.code == code, result.log[-3000:]
     outcome.assert_saved(tmp_path / "save", ITERATIONS)
-    assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
-    (line,) = [line for line in ended.said if f"rank 1 {cause}" in line]
+    assert all(line["restart"] == 0 for lines in result.records.values() for line in lines)
+    (line,) = [line for line in result.said if f"rank 1 {cause}" in line]
     assert "; nothing to save: the training was over" in line

@@ -43,8 +43,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(source: Path, out: Path, *kinds: str) -> list[Path]:
     command = [sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return sorted(out.iterdir())
 
 
@@ -112,11 +112,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_fresh_process(installed: Path, code: str) -> str:
     """What the code prints in a process that finds the installed wheel before any checkout."""
     program = f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False, cwd=installed
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.strip()
 
 
 def test_import_adaptor_brings_no_torch_and_no_numpy(installed: Path) -> None:
@@ -138,14 +138,14 @@ def test_the_console_script_answers(installed: Path) -> None:
 
 def test_the_installed_script_is_on_the_path_of_the_environment() -> None:
     script = Path(sys.executable).with_name("ttprun")
-    done = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--ttp-" in done.stdout
+    completed = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert "--ttp-" in completed.stdout
 
 
 def test_patches_cannot_be_imported_under_another_name() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", "import patches"], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert done.returncode != 0
-    assert "adaptor.patches" in done.stderr
+    assert completed.returncode != 0
+    assert "adaptor.patches" in completed.stderr

@@ -44,20 +44,20 @@ def report(installed: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_patches_are_applied_and_reported(installed: Path) -> None:
-    done = report(installed)
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("lab:")]
+    completed = report(installed)
+    rows = [line.split() for line in completed.stdout.splitlines() if line.startswith("lab:")]
     assert [row[:3] for row in rows] == [
         ["lab:train", "lab", "applied"],
         ["lab:train_step", "lab", "applied"],
     ]
-    assert "unit lab: lab 1.0 is tested (>=1.0,<2)" in done.stdout
+    assert "unit lab: lab 1.0 is tested (>=1.0,<2)" in completed.stdout
 
 
 def test_one_that_cannot_be_loaded_is_an_error_in_one_line(installed: Path, tmp_path: Path) -> None:
     installed = Path(shutil.copytree(installed, tmp_path / "site"))
     (installed / "lab_adaptor.py").write_text("import engine_that_is_not_here\n")
-    done = report(installed)
-    assert done.returncode != 0
-    (line,) = done.stderr.splitlines()
+    completed = report(installed)
+    assert completed.returncode != 0
+    (line,) = completed.stderr.splitlines()
     assert "the plug-in lab of lab-adaptor cannot be loaded" in line
     assert "engine_that_is_not_here" in line

@@ -124,5 +124,5 @@ def cold_holds(cold_python: Run) -> Callable[..., None]:
 
 
 def _hold(run: Run, script: str, **env: str) -> None:
-    done = run("-c", script, env=env)
-    assert done.returncode == 0, done.stderr
+    completed = run("-c", script, env=env)
+    assert completed.returncode == 0, completed.stderr

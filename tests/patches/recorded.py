@@ -35,7 +35,7 @@ def write(folder: Path, recorded: dict[str, str]) -> None:
             package = folder.joinpath(*parts[:depth])
             package.mkdir(exist_ok=True)
             (package / "__init__.py").touch()
-        is_package = any(other.startswith(f"{module}.") for other in bodies)
+        is_package = any(body.startswith(f"{module}.") for body in bodies)
         path = folder.joinpath(*parts)
         if is_package:
             path.mkdir(exist_ok=True)

@@ -84,9 +84,9 @@ class Deprecated:
 name = Deprecated()
 adaptor.enable()
 """
-    done = cold_python("-c", script, env=AGENT)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.strip() == (
+    completed = cold_python("-c", script, env=AGENT)
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert completed.stderr.strip() == (
         "adaptor: error: adaptor.enable() was called after fake.core was imported (by __main__);"
         " call it before, e.g. as the first line of the script"
     )
@@ -98,13 +98,13 @@ adaptor.enable()
     ids=["enable", "session"],
 )
 def test_outside_of_ttprun(cold_python: Run, script: str) -> None:
-    done = cold_python("-c", script)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].partition("rror: ")[2] == (
+    completed = cold_python("-c", script)
+    assert completed.returncode == 1
+    assert completed.stderr.strip().splitlines()[-1].partition("rror: ")[2] == (
         "the adaptor is enabled, but this process was not started by ttprun:"
         " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
     )
-    assert "enable" not in script or len(done.stderr.splitlines()) == 1
+    assert "enable" not in script or len(completed.stderr.splitlines()) == 1
 
 
 def test_it_takes_no_settings() -> None:
@@ -116,10 +116,10 @@ def test_it_takes_no_settings() -> None:
 
 
 def test_a_setting_that_makes_no_sense(cold_python: Run) -> None:
-    done = cold_python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
-    assert done.returncode == 1
-    assert done.stderr.startswith("adaptor: error: TTP_OT is '1': it must be")
-    assert len(done.stderr.splitlines()) == 1
+    completed = cold_python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("adaptor: error: TTP_OT is '1': it must be")
+    assert len(completed.stderr.splitlines()) == 1
 
 
 def test_the_patches_have_one_name(cold_python: Run) -> None:
@@ -128,5 +128,5 @@ import importlib.util, adaptor.patches
 spec = importlib.util.spec_from_file_location("patches", adaptor.patches.__file__)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-    done = cold_python("-c", script)
-    assert "ImportError: the directory patches/ is the package adaptor.patches" in done.stderr
+    completed = cold_python("-c", script)
+    assert "ImportError: the directory patches/ is the package adaptor.patches" in completed.stderr

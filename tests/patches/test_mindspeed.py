@@ -317,12 +317,12 @@ adaptor.enable()
 from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 MindSpeedFeaturesManager.apply_features_pre_patches(argparse.Namespace({switch}=True))
 """
-    done = cold_python("-c", script, env=AGENT)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    completed = cold_python("-c", script, env=AGENT)
+    assert completed.returncode == 1
+    (line,) = completed.stderr.splitlines()
     assert line.startswith(f"adaptor: error: --{switch.replace('_', '-')} is given")
     assert line.endswith("leave it out, or set ENABLE_TTP=False")
-    assert done.stdout == ""
+    assert completed.stdout == ""
 
 
 @pytest.mark.parametrize("package", [FEATURES_UNUSED, {}], ids=["2.0", "of ModelLink 1.2"])

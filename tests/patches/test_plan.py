@@ -31,18 +31,18 @@ SIZES = [(1, 1, 4, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 3, 4)]
 
 def test_the_groups_are_the_frameworks(python: Run) -> None:
     tree = str(prepare.megatron_lm())
-    done = python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
-    assert done.returncode == 0, done.stderr
-    for (tp, cp, dp, pp), groups in zip(SIZES, json.loads(done.stdout), strict=True):
+    completed = python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
+    assert completed.returncode == 0, completed.stderr
+    for (tp, cp, dp, pp), groups in zip(SIZES, json.loads(completed.stdout), strict=True):
         assert sorted(_groups(tp * cp * dp * pp, cp * dp, tp)) == sorted(groups)
 
 
 def planned(python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     words = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
-    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environment())
-    assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
-    return done.returncode, json.loads(done.stdout)
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environment())
+    assert len(completed.stdout.splitlines()) == 1, completed.stdout + completed.stderr
+    return completed.returncode, json.loads(completed.stdout)
 
 
 @pytest.mark.integration
@@ -116,15 +116,15 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     given[given.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
     words = ("plan", "--nproc-per-node", "2", "--", script, *given)
     environ = environment(TTP_ONLINE="60")
-    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("recovery"))
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
+    assert completed.returncode == 0, completed.stderr
+    (line,) = (line for line in completed.stdout.splitlines() if line.startswith("recovery"))
     assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
     assert "; a data loader of the script's own (--dataloader-type external) " in line
-    (chosen,) = (line for line in done.stdout.splitlines() if line.startswith(("* mirror", "* none")))
+    (chosen,) = (line for line in completed.stdout.splitlines() if line.startswith(("* mirror", "* none")))
     assert chosen.startswith("* none ")
     assert chosen.endswith("  exceptions; ranks that die cost up to 50 steps, from copies in host memory")
-    assert "remedy" not in done.stdout
+    assert "remedy" not in completed.stdout
     without = python("-m", "adaptor.launchers.cli.ttp", *words, env={**environ, "TTP_HOST_COPY": "0"})
     assert "  exceptions alone\n" in without.stdout
     assert (
@@ -132,10 +132,10 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
         in without.stdout
     )
     words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
-    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
     assert (
         "\nrecovery     online: a fault costs new processes in place of the failed ranks alone\n"
-        in done.stdout
+        in completed.stdout
     )
 
 
@@ -155,9 +155,9 @@ def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     )
     arguments = tiny_gpt(save=tmp_path / "save")
     env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    done = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    found = {finding["name"]: finding for finding in json.loads(completed.stdout)["findings"]}
     assert found["job"]["words"].startswith(
         "protected with 2 ranks: second copies of optimizer shards by split"
     )
@@ -191,9 +191,9 @@ def test_what_would_be_refused_is_said(python: Run) -> None:
     ],
 )
 def test_bad_usage(arguments: list[str], line: str, python: Run) -> None:
-    done = python("-m", "adaptor.launchers.cli.ttp", "plan", *arguments, env=environment())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert line in done.stderr.splitlines()[-1]
+    completed = python("-m", "adaptor.launchers.cli.ttp", "plan", *arguments, env=environment())
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert line in completed.stderr.splitlines()[-1]
 
 
 @pytest.mark.integration
@@ -201,17 +201,19 @@ def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
     arguments = (script, *tiny_gpt(save=folder / "save"))
-    done = python("-m", "adaptor.launchers.cli.ttprun", *asked, *arguments, env=environment())
-    assert (done.returncode, "agents of several machines speak TLS" in done.stderr) == (2, True)
+    completed = python("-m", "adaptor.launchers.cli.ttprun", *asked, *arguments, env=environment())
+    assert (completed.returncode, "agents of several machines speak TLS" in completed.stderr) == (2, True)
     trusted = environment(TTP_TLS="plain")
     (racks := folder / "racks").write_text("n0 a\nn1 b\n")
     hosts = ("--hosts", str(racks))
-    done = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
-    (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("* split"))
+    completed = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
+    (chosen,) = (line for line in completed.stdout.splitlines() if line.startswith("* split"))
     assert chosen.endswith("  any 1 rank, any 1 node")
-    assert "racks        any 1 rack may be lost, with the nodes in the order of the file\n" in done.stdout
+    assert (
+        "racks        any 1 rack may be lost, with the nodes in the order of the file\n" in completed.stdout
+    )
     assert not (folder / "logs").exists()
 
 
@@ -231,8 +233,10 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     settings: dict[str, str], line: str, python: Run, folder: Path
 ) -> None:
     (script := folder / "script.py").touch()
-    done = python("-m", "adaptor.launchers.cli.ttprun", "--dry-run", str(script), env=environment(**settings))
-    assert (done.returncode, line in done.stderr) == (2, True), done.stderr
+    completed = python(
+        "-m", "adaptor.launchers.cli.ttprun", "--dry-run", str(script), env=environment(**settings)
+    )
+    assert (completed.returncode, line in completed.stderr) == (2, True), completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     ],
 )
 def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: bool) -> None:
-    rest = [one for one in arguments if one != "--dry-run"] if dry else arguments
+    rest = [argument for argument in arguments if argument != "--dry-run"] if dry else arguments
     assert flags.without(flags.DRY_RUN, arguments) == (rest, dry)
 
 

@@ -13,9 +13,9 @@ AGENT = {"TTP_AGENT": "somewhere"}
 
 
 def test_nobody_asked(cold_python: Run) -> None:
-    done = cold_python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
-    assert done.returncode == 1
-    assert "No module named 'mindio_ttp'" in done.stderr
+    completed = cold_python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
+    assert completed.returncode == 1
+    assert "No module named 'mindio_ttp'" in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ assert fake.core.f(1) == 2
 @pytest.mark.parametrize("asked", ["provide_mindio=True", ""])
 def test_off_provides_nothing(cold_python: Run, asked: str) -> None:
     env = {"ENABLE_TTP": "False", "TTP_PROVIDE_MINDIO": "1"}
-    done = cold_python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
-    assert "No module named 'mindio_ttp'" in done.stderr
+    completed = cold_python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
+    assert "No module named 'mindio_ttp'" in completed.stderr
 
 
 def test_an_installed_one_is_not_replaced(cold_python: Run, folder: Path) -> None:
     (folder / "mindio_ttp").mkdir()
     (folder / "mindio_ttp" / "__init__.py").write_text("")
-    done = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    completed = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
+    assert completed.returncode == 1
+    (line,) = completed.stderr.splitlines()
     assert line.startswith("adaptor: error: TTP_PROVIDE_MINDIO is True, but mindio_ttp is installed (")
     assert line.endswith(
         "): uninstall it, or leave TTP_PROVIDE_MINDIO out and use the ttprun that came with it"
@@ -81,8 +81,8 @@ def test_an_installed_one_is_not_replaced(cold_python: Run, folder: Path) -> Non
 
 
 def test_outside_of_ttprun(cold_python: Run) -> None:
-    done = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
-    assert "this process was not started by ttprun" in done.stderr
+    completed = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
+    assert "this process was not started by ttprun" in completed.stderr
 
 
 def test_groups_are_there_before_the_framework_has_its_optimizer(holds: Callable[..., None]) -> None:

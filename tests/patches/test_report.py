@@ -23,9 +23,9 @@ sys.exit(main(["report", *sys.argv[1:]]))
 
 
 def test_whole_units(python: Run) -> None:
-    done = python("-c", REPORT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (
+    completed = python("-c", REPORT)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert completed.stdout == (
         "patch         unit  status   why, or what is wrong\n"
         "fake.core:f   pair  applied  f is doubled\n"
         "fake.extra:g  pair  applied  g is negated\n"
@@ -39,17 +39,17 @@ def test_whole_units(python: Run) -> None:
 def test_ctrl_c_while_the_script_runs(folder: Path, cold_python: Run) -> None:
     (folder / "train.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    done = cold_python("-c", f"{hears}\n{REPORT}", "--", "train.py", "--lr", "1")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    completed = cold_python("-c", f"{hears}\n{REPORT}", "--", "train.py", "--lr", "1")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (130, "", "")
 
 
 def test_drift(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").write_text("def g(b, a): ...\n")
-    done = python("-c", REPORT)
-    assert done.returncode == 1
-    assert "fake.core:f   pair  silenced  f is doubled\n" in done.stdout
-    assert "fake.extra:g  pair  drifted   expected (a, b), found (b, a)\n" in done.stdout
-    assert done.stderr == (
+    completed = python("-c", REPORT)
+    assert completed.returncode == 1
+    assert "fake.core:f   pair  silenced  f is doubled\n" in completed.stdout
+    assert "fake.extra:g  pair  drifted   expected (a, b), found (b, a)\n" in completed.stdout
+    assert completed.stderr == (
         "python -m adaptor: fake.extra:g (unit pair): expected (a, b), found (b, a)"
         f" in {folder}/fake/extra.py, fake 1.2.0rc1 (tested: >=1,<2)\n"
     )
@@ -57,9 +57,9 @@ def test_drift(folder: Path, python: Run) -> None:
 
 def test_a_module_that_cannot_be_imported(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").write_text("import engine_that_is_not_here\n")
-    done = python("-c", REPORT)
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+    completed = python("-c", REPORT)
+    assert completed.returncode == 1
+    assert completed.stderr.splitlines() == [
         "python -m adaptor: fake.extra cannot be imported: No module named 'engine_that_is_not_here'",
         (
             "python -m adaptor: unit pair is half applied: fake.core:f is patched, fake.extra:g is not,"
@@ -70,18 +70,18 @@ def test_a_module_that_cannot_be_imported(folder: Path, python: Run) -> None:
 
 def test_a_module_that_is_gone(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").unlink()
-    done = python("-c", REPORT)
-    assert done.returncode == 1
-    assert "found no module fake.extra" in done.stderr
+    completed = python("-c", REPORT)
+    assert completed.returncode == 1
+    assert "found no module fake.extra" in completed.stderr
 
 
 def test_no_framework(folder: Path, python: Run) -> None:
     (folder / "fake").rename(folder / "elsewhere")
-    done = python("-c", REPORT)
-    assert done.returncode == 1
+    completed = python("-c", REPORT)
+    assert completed.returncode == 1
     line = "none of the patched modules is on the path: is the framework installed?"
-    assert done.stderr == f"python -m adaptor: {line}\n"
-    assert done.stdout == f"verdict: not protected: {line}\n", "without a table of what is not there"
+    assert completed.stderr == f"python -m adaptor: {line}\n"
+    assert completed.stdout == f"verdict: not protected: {line}\n", "without a table of what is not there"
 
 
 def test_the_framework_beside_a_script(folder: Path, python: Run) -> None:
@@ -89,14 +89,17 @@ def test_the_framework_beside_a_script(folder: Path, python: Run) -> None:
     scripts.mkdir()
     (folder / "fake").rename(scripts / "fake")
     (scripts / "train.py").write_text("raise AssertionError('trained')\n")
-    done = python("-c", REPORT, "--", "scripts/train.py")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "fake.core:f   pair  applied" in done.stdout
+    completed = python("-c", REPORT, "--", "scripts/train.py")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "fake.core:f   pair  applied" in completed.stdout
 
 
 def test_no_such_script(python: Run) -> None:
-    done = python("-m", "adaptor", "report", "--", "absent.py")
-    assert (done.returncode, done.stderr) == (2, "python -m adaptor: there is no script absent.py\n")
+    completed = python("-m", "adaptor", "report", "--", "absent.py")
+    assert (completed.returncode, completed.stderr) == (
+        2,
+        "python -m adaptor: there is no script absent.py\n",
+    )
 
 
 @pytest.mark.robustness(
@@ -107,18 +110,18 @@ def test_another_distribution_of_the_same_import_name(folder: Path, python: Run)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
     line = "the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: "
-    done = python("-c", REPORT)
-    assert done.returncode == 0
-    assert done.stderr.startswith(f"python -m adaptor: {line}")
+    completed = python("-c", REPORT)
+    assert completed.returncode == 0
+    assert completed.stderr.startswith(f"python -m adaptor: {line}")
     enabled = python("-c", "import adaptor; adaptor.enable()")
     assert enabled.returncode == 1
     assert f"; {line}" in enabled.stderr
 
 
 def test_a_setting_that_makes_no_sense(python: Run) -> None:
-    done = python("-c", REPORT, env={"TTP_DEVICE": "gpu"})
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    completed = python("-c", REPORT, env={"TTP_DEVICE": "gpu"})
+    assert (completed.returncode, completed.stdout) == (2, "")
+    (line,) = completed.stderr.splitlines()
     assert line.startswith(
         "python -m adaptor: TTP_DEVICE is 'gpu': it must be one of cpu, cuda, npu, or nothing"
     )
@@ -131,9 +134,9 @@ SMALL = Path(__file__).parents[1] / "frameworks" / "small" / "pretrain.py"
 
 def _asked(python: Run, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON of a report with the adaptor's own patches, without an accelerator."""
-    done = python("-m", "adaptor", "report", "--json", *arguments, env={**environment(), "RANK": "7"})
-    assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
-    return done.returncode, json.loads(done.stdout)
+    completed = python("-m", "adaptor", "report", "--json", *arguments, env={**environment(), "RANK": "7"})
+    assert len(completed.stdout.splitlines()) == 1, completed.stdout + completed.stderr
+    return completed.returncode, json.loads(completed.stdout)
 
 
 def _megatron(*arguments: str) -> list[str]:
@@ -177,13 +180,13 @@ def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
 )
 def test_what_the_parser_of_the_framework_says(python: Run, tmp_path: Path) -> None:
     wrong = (*tiny_gpt(save=tmp_path / "save"), "--tensor-model-parallel-size", "banana")
-    done = python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
+    completed = python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
     said = "argument --tensor-model-parallel-size: invalid int value: 'banana'"
     line = f"the parser of the script's arguments: {said}"
-    assert done.returncode == 1
-    assert done.stderr == f"python -m adaptor: {line}\n"
-    assert done.stdout.splitlines()[-1] == f"verdict: not known: {line}"
-    assert "ascendspeed" not in done.stdout, "a framework that is not there"
+    assert completed.returncode == 1
+    assert completed.stderr == f"python -m adaptor: {line}\n"
+    assert completed.stdout.splitlines()[-1] == f"verdict: not known: {line}"
+    assert "ascendspeed" not in completed.stdout, "a framework that is not there"
 
 
 @pytest.mark.parametrize(
@@ -234,9 +237,9 @@ def test_a_script_that_would_train_is_stopped(
     text = f"import adaptor\nadaptor.enable()\nimport torch\n{begins}\nopen('trained', 'w')\n"
     (folder / "own.py").write_text(text)
     run: Run = request.getfixturevalue(runs)
-    done = run("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"verdict: {OWN_LOOP}"
+    completed = run("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert completed.stdout.splitlines()[-1] == f"verdict: {OWN_LOOP}"
     assert not (folder / "trained").exists()
 
 
@@ -244,17 +247,17 @@ def test_the_example_with_a_training_loop_of_its_own(python: Run, tmp_path: Path
     script = Path(__file__).parents[2] / "examples/megatron_core/pretrain.py"
     given = ["--world-size", "4", "--", str(script), "--save", str(tmp_path / "save")]
     path = str(prepare.megatron_core())
-    done = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["fits"], report["refusals"]) == (0, True, []), done.stderr
+    completed = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    report = json.loads(completed.stdout)
+    assert (completed.returncode, report["fits"], report["refusals"]) == (0, True, []), completed.stderr
     assert report["verdict"] == OWN_LOOP
     assert (report["layout"], report["replica"]) == (None, "")
     unclaimed = tmp_path / "unclaimed.py"
     unclaimed.write_text(script.read_text().replace("adaptor.enable()", ""))
     given[3] = str(unclaimed)
-    done = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["fits"], report["refusals"]) == (1, False, []), done.stderr
+    completed = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    report = json.loads(completed.stdout)
+    assert (completed.returncode, report["fits"], report["refusals"]) == (1, False, []), completed.stderr
     assert report["verdict"].startswith(
         "this script is not protected: it makes process groups or an optimizer before it has called adaptor."
     )
@@ -286,9 +289,9 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
         (folder / "fake").rename(folder / "elsewhere")
     else:
         (folder / "fake/extra.py").write_text(drift)
-    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith("verdict: not protected: ")
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert completed.returncode == 1
+    assert completed.stdout.splitlines()[-1].startswith("verdict: not protected: ")
 
 
 @pytest.mark.robustness(
@@ -324,27 +327,27 @@ def test_a_script_that_ends_by_an_error_of_its_own(
     if not framework:
         (folder / "fake").rename(folder / "elsewhere")
     (folder / "own.py").write_text(f"import sys\n{begins or 'sys.exit()'}\n")
-    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
-    assert done.stderr.startswith(f"python -m adaptor: the script ended with {words}")
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert completed.returncode == 1
+    assert completed.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
+    assert completed.stderr.startswith(f"python -m adaptor: the script ended with {words}")
 
 
 def test_a_script_that_trains_nothing(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text("")
-    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "verdict: not known: the script ended without training"
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert completed.returncode == 1
+    assert completed.stdout.splitlines()[-1] == "verdict: not known: the script ended without training"
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "abc"])
 @pytest.mark.parametrize("name", ["--world-size", "WORLD_SIZE"])
 def test_a_world_size_that_makes_no_sense(name: str, value: str, python: Run) -> None:
     flag, env = ([f"{name}={value}"], {}) if name.startswith("--") else ([], {name: value})
-    done = python("-c", REPORT, *flag, env=env)
-    assert (done.returncode, done.stdout) == (2, "")
+    completed = python("-c", REPORT, *flag, env=env)
+    assert (completed.returncode, completed.stdout) == (2, "")
     line = f"{name} is {value}: it must be a number of ranks from 1 on"
-    assert done.stderr == f"python -m adaptor: {line}\n"
+    assert completed.stderr == f"python -m adaptor: {line}\n"
 
 
 # Writes to stdout by every way there is, also at the end of the process.
@@ -368,10 +371,10 @@ def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text(f"{NOISE}import torch\ntorch.distributed.init_process_group('gloo')\n")
     with (folder / "fake/core.py").open("a") as core:
         core.write(NOISE)
-    done = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"] == OWN_LOOP
-    done = python("-c", REPORT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("patch  ")
-    assert done.stdout.splitlines()[-1].startswith("verdict: the patches fit")
+    completed = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["verdict"] == OWN_LOOP
+    completed = python("-c", REPORT)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("patch  ")
+    assert completed.stdout.splitlines()[-1].startswith("verdict: the patches fit")

@@ -28,8 +28,8 @@ def works(one, other):
 
 
 def run(script: str) -> None:
-    done = warm.run([sys.executable, "-c", PRELUDE + script])
-    assert done.returncode == 0, done.stderr
+    completed = warm.run([sys.executable, "-c", PRELUDE + script])
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_a_thread_that_waits_for_a_peer_is_woken() -> None:

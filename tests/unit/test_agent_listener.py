@@ -365,15 +365,15 @@ def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte of its first message at a time."""
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
-    said = ssl.MemoryBIO()
+    memory_bio = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
-        ours.contexts.client.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+        ours.contexts.client.wrap_bio(ssl.MemoryBIO(), memory_bio).do_handshake()
 
     async def act(opened: Open) -> None:
         silent, slow = [await Agent.connect(opened.port) for _ in range(2)]
 
         async def trickle() -> None:
-            for byte in said.read():
+            for byte in memory_bio.read():
                 slow.writer.write(bytes([byte]))
                 await asyncio.sleep(0.05)
 

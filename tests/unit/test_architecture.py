@@ -197,8 +197,8 @@ def test_the_launcher_imports_nothing_of_the_worker(graph: dict[str, set[str]]) 
 
 def test_a_launcher_that_starts_loads_no_patches() -> None:
     script = "import sys, adaptor.launchers.cli.ttprun; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = done.stdout.split()
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = completed.stdout.split()
     assert "adaptor.launchers.cli.ttprun" in loaded
     assert [name for name in loaded if name in ("wrapt", "adaptor.worker", "adaptor.patching")] == []
 

@@ -64,14 +64,14 @@ def _run(folder: Path, program: str, value: str) -> subprocess.CompletedProcess[
 @pytest.mark.integration
 @pytest.mark.parametrize(("program", "value"), [("program", "1"), ("module", "True"), ("program", "0")])
 def test_who_starts_the_workers(program: str, value: str, tmp_path: Path) -> None:
-    done = _run(tmp_path, program, value)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"['--iters', '8'] {'False 0' if value == '0' else 'True None'}\n"
+    completed = _run(tmp_path, program, value)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == f"['--iters', '8'] {'False 0' if value == '0' else 'True None'}\n"
 
 
 @pytest.mark.integration
 def test_a_value_that_makes_no_sense(tmp_path: Path) -> None:
-    done = _run(tmp_path, "program", "yes")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr == "torchrun: error: TTP_TORCHRUN is 'yes': it must be True, 1, False or 0\n"
+    completed = _run(tmp_path, "program", "yes")
+    assert completed.returncode == 1
+    assert completed.stdout == ""
+    assert completed.stderr == "torchrun: error: TTP_TORCHRUN is 'yes': it must be True, 1, False or 0\n"

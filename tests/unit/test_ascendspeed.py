@@ -158,14 +158,16 @@ def test_a_restart_loads_all_that_was_saved(
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
     given = {name: getattr(args, name) for name in began}
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     if not tracked:  # it has saved nothing, and begins once more
-        assert (args.load, given, said) == ("/weights", began, "")
+        assert (args.load, given, stdout) == ("/weights", began, "")
         return
     assert args.load == args.save
     assert not any(given.values())
-    assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in said
-    assert "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in said
+    assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in stdout
+    assert (
+        "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in stdout
+    )
 
 
 @pytest.mark.parametrize("setting", ["auto", "5"])

@@ -60,7 +60,7 @@ def test_losses_are_averaged_as_the_framework_averages_them() -> None:
     log = AscendLog(lambda data: None, b"", 0, "ascendspeed.training")
     losses = [{"lm loss": torch.tensor(1.0 + 2.0**-n)} for n in (23, 12, 1)]
     joined = log.joined(losses)["lm loss"]
-    assert joined == sum(one["lm loss"] for one in losses) / 3
+    assert joined == sum(loss["lm loss"] for loss in losses) / 3
     assert log.over_all_ranks({"lm loss": joined}) == {"lm loss": joined}
     assert log.joined([]) == {}
 

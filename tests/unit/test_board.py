@@ -108,8 +108,8 @@ def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
         one.turn(-1.0)
         read = memory.read(1)
         assert (read.usual, read.turns) == (-1.0, 2)
-        other = Board(3, memory.path, memory.slots)
-        other.advance(24)
+        other_board = Board(3, memory.path, memory.slots)
+        other_board.advance(24)
         assert memory.read(3).progress == 24
         assert memory.read(1) == read, "one rank's board is not another's"
 
@@ -345,14 +345,14 @@ def _holder(memory: BoardMemory) -> subprocess.Popen[str]:
 
 
 def _wait(memory: BoardMemory) -> threading.Event:
-    ended = threading.Event()
+    event = threading.Event()
 
     def wait() -> None:
         if memory.lifelines[1].wait(lambda: True):
-            ended.set()
+            event.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    return ended
+    return event
 
 
 def test_a_killed_process_lets_go_of_its_lifeline() -> None:

@@ -525,9 +525,9 @@ def test_a_sender_waits_for_its_own_shards_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
 
     def state(index: int) -> TrainingState:
-        made = Rank(index, 2)
-        both = types.SimpleNamespace(chained_optimizers=[made.optimizer, Rank(index, 2).optimizer])
-        return dataclasses.replace(made.state, optimizer=both)
+        rank = Rank(index, 2)
+        both = types.SimpleNamespace(chained_optimizers=[rank.optimizer, Rank(index, 2).optimizer])
+        return dataclasses.replace(rank.state, optimizer=both)
 
     def writer(group: Any) -> Any:
         return state_writer.write_files(state(0), record, Exchange(group, 0, sources), tmp_path / "out", 1)

@@ -44,7 +44,7 @@ class Optimizer(SimpleNamespace):
 
 def optimizer_of(rank: Rank) -> tuple[Optimizer, dict[Any, slice]]:
     """That of a rank, and where its params lie in the buffer, padding included."""
-    made = Optimizer(**vars(rank.optimizer), distributed_optimizer_instance_id=1)
+    optimizer = Optimizer(**vars(rank.optimizer), distributed_optimizer_instance_id=1)
     start, places, index = 0, {}, {}
     for number, (members, padded) in enumerate(zip(BUCKETS, PADDED, strict=True)):
         first = start
@@ -55,8 +55,8 @@ def optimizer_of(rank: Rank) -> tuple[Optimizer, dict[Any, slice]]:
             index[param] = (first, end, number)
             first = end
         start += padded
-    made.buffers[0].param_index_map = index
-    return made, places
+    optimizer.buffers[0].param_index_map = index
+    return optimizer, places
 
 
 @pytest.mark.parametrize("stored", [True, False])

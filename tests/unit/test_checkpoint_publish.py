@@ -572,15 +572,15 @@ def test_many_sides_publish_different_steps(root: Path) -> None:
     steps = range(STEP, STEP + 6)
     entries = {step: write(publish.prepare(root, step, step, 0, "ours"), b"new") for step in steps}
     seen: list[int] = []
-    done = threading.Event()
+    event = threading.Event()
 
     def look() -> None:
-        while not done.is_set():
+        while not event.is_set():
             seen.append(int(tracked(root)))
 
     with ExitStack() as stack:
         stack.enter_context(Thread(look))
-        stack.callback(done.set)
+        stack.callback(event.set)
         for step in steps:
             stack.enter_context(Thread(publish.publish, root, step, entries[step], {}, 2, "ours", step))
     assert seen == sorted(seen)

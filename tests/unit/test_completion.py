@@ -30,11 +30,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(script: Path, *words: str, folder: Path) -> set[str]:
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", OFFERS, "bash", str(script), *words], capture_output=True, text=True, cwd=folder
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return set(done.stdout.split())
+    assert (completed.returncode, completed.stderr) == (0, "")
+    return set(completed.stdout.split())
 
 
 def test_commands_and_their_flags(script: Path, tmp_path: Path) -> None:

@@ -404,7 +404,7 @@ def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
         for line in PAGE.read_text().splitlines()
         if line.startswith("| `")
     ]
-    assert sorted(rows) == sorted([one.variable, one.flag, one.default] for one in SETTINGS)
+    assert sorted(rows) == sorted([setting.variable, setting.flag, setting.default] for setting in SETTINGS)
 
 
 def test_the_page_has_the_settings_that_must_be_the_same_on_all_nodes() -> None:

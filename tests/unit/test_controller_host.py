@@ -68,17 +68,6 @@ def two_plain_nodes(job: Job) -> Job:
     return job
 
 
-def addresses_of(port: int) -> list[str]:
-    """Where somebody listens at this port, as the kernel writes it."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        if (table := Path("/proc/net", name)).exists()
-        for line in table.read_text().splitlines()[1:]
-    ]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
-
-
 def client_of(node: Node) -> ControllerClient:
     assert node.control.client is not None
     return node.control.client
@@ -144,7 +133,9 @@ def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> N
     """Neither certificates nor `plain`: all that listens does so on loopback."""
     endpoints = [client_of(node).listener.endpoint for node in two_nodes.nodes]
     names = {row.split()[-1] for row in Path("/proc/net/unix").read_text().splitlines()}
-    assert [(f"@{one.address}" in names, one.port) for one in endpoints if one is not None] == [(True, 0)] * 2
+    assert [
+        (f"@{endpoint.address}" in names, endpoint.port) for endpoint in endpoints if endpoint is not None
+    ] == [(True, 0)] * 2
     assert controller_host_of(two_nodes.nodes[0]).store.port == 0
 
 

@@ -67,13 +67,13 @@ def _run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_starts_without_any_optional_part(site: Path) -> None:
-    done = _run(site)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "parts []" in done.stdout
-    assert {f"rank {rank} {site / 'adaptor'}" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    completed = _run(site)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert "parts []" in completed.stdout
+    assert {f"rank {rank} {site / 'adaptor'}" for rank in (0, 1)} <= set(completed.stdout.splitlines())
 
 
 def test_the_flag_of_a_missing_part_is_unknown(site: Path) -> None:
-    done = _run(site, "--ttp-store", "s3://bucket/run")
-    assert done.returncode == 2
-    assert "there is no flag --ttp-store" in done.stderr
+    completed = _run(site, "--ttp-store", "s3://bucket/run")
+    assert completed.returncode == 2
+    assert "there is no flag --ttp-store" in completed.stderr

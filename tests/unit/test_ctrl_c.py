@@ -44,8 +44,8 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
         "from adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     )
     line = [sys.executable, "-c", program, *command, str(job)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 130, done.stderr
+    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert completed.returncode == 130, completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
 def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> None:
     program = interrupted_in_import(program_of, module)
     line = [sys.executable, "-c", program, "verify", "nowhere"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> N
         "print(*sorted(set(sys.modules) - before))\n"
     )
     line = [sys.executable, "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == (f"{program_of}\n", "")
+    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (completed.stdout, completed.stderr) == (f"{program_of}\n", "")
 
 
 # A file that takes very long, as one of many gigabytes does.

@@ -98,9 +98,9 @@ def test_what_has_changed_here_or_there_comes_again(source: Source, tmp_path: Pa
 
 def test_files_of_another_prefix_are_not_taken_for_these(source: Source, tmp_path: Path) -> None:
     source.pull(tmp_path)
-    other = Source(f"{source.url}-other", source.faults, source.direct)
-    other.put("corpus.idx", b"INDEX")
-    assert len(other.pull(tmp_path)) == 1
+    other_source = Source(f"{source.url}-other", source.faults, source.direct)
+    other_source.put("corpus.idx", b"INDEX")
+    assert len(other_source.pull(tmp_path)) == 1
     assert (tmp_path / "corpus.idx").read_bytes() == b"INDEX"
 
 
@@ -414,10 +414,10 @@ def test_a_script_reads_what_was_pulled(enabled: str, launcher: Launcher, tmp_pa
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_text(f"this is {name}")
     options = [f"--ttp-pull=file://{tmp_path}/one=here", "--ttp-pull", f"file://{tmp_path}/two=more"]
-    ended = launcher.wait(_job(launcher, *options, "--ttp-enable", enabled))
-    assert ended.code == 0, ended.log
-    assert "this is one this is two" in ended.log
-    assert "here has what is in" in ended.log
+    result = launcher.wait(_job(launcher, *options, "--ttp-enable", enabled))
+    assert result.code == 0, result.log
+    assert "this is one this is two" in result.log
+    assert "here has what is in" in result.log
 
 
 REFUSED: Mapping[str, tuple[str, str, str]] = {
@@ -444,19 +444,19 @@ def test_what_cannot_be_pulled_starts_nothing(
     text, without, why = REFUSED[case]
     Source("s3://bucket/data", faults, server).put("one", b"1")
     environment = {**object_store.CREDENTIALS, without: ""} if without else object_store.CREDENTIALS
-    ended = launcher.wait(_job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment))
-    assert ended.code == 2
-    assert len(ended.log.splitlines()) == 1
-    assert ended.log.startswith(f"ttprun: error: {why}")
+    result = launcher.wait(_job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment))
+    assert result.code == 2
+    assert len(result.log.splitlines()) == 1
+    assert result.log.startswith(f"ttprun: error: {why}")
     assert not (launcher.folder / "here").exists()
 
 
 def test_credentials_that_are_refused_start_nothing(faults: FaultProxy, url: str, launcher: Launcher) -> None:
     faults.fault = lambda number, method, path: "403"
     options = ["--ttp-pull", f"{url}=here", "--ttp-store-endpoint", faults.url]
-    ended = launcher.wait(_job(launcher, *options, **object_store.CREDENTIALS))
-    assert ended.code == 2
-    assert ended.log == (
+    result = launcher.wait(_job(launcher, *options, **object_store.CREDENTIALS))
+    assert result.code == 2
+    assert result.log == (
         f"ttprun: error: TTP_PULL: {url}: {faults.url} does not allow these credentials to list it"
         " (403 Forbidden, AccessDenied)\n"
     )
@@ -469,9 +469,9 @@ def test_a_signal_ends_a_pull(by: signal.Signals, source: Source, launcher: Laun
     pid = _job(launcher, *options, **object_store.CREDENTIALS)
     assert source.faults.held.wait(60)
     os.kill(pid, by)
-    ended = launcher.wait(pid)
-    assert ended.code == 128 + by
-    assert ended.log == (
+    result = launcher.wait(pid)
+    assert result.code == 128 + by
+    assert result.log == (
         f"[ttp] ended by {by.name} while it waited for the data of {source.url}, which comes to here;"
         " nothing was started\n"
     )

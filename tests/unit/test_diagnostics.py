@@ -154,8 +154,8 @@ def test_the_first_value_that_is_not_finite_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _train(_recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps="1-4", stats=["nan"])), spoil=3)
-    told = [line for line in capfd.readouterr().err.splitlines() if "not finite" in line]
-    assert told[0] == (
+    lines = [line for line in capfd.readouterr().err.splitlines() if "not finite" in line]
+    assert lines[0] == (
         "[ttp] TTP_DUMP: step 3, rank 0: the first tensor that is not finite is of forward, layers.0.linear"
         " (8 NaN, 0 inf)"
     )
@@ -216,8 +216,8 @@ def test_what_cannot_be_written_costs_the_training_nothing(
     recorder = _recorder(tmp_path, **{place: asked[place]})
     (tmp_path / "logs").touch()  # below a file no folder can be made
     assert _train(recorder)[0] == plain
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"[ttp] {place}: ")]
-    assert [line.partition(": [Errno")[0] for line in said] == [f"[ttp] {place}: {line}"]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"[ttp] {place}: ")]
+    assert [line.partition(": [Errno")[0] for line in lines] == [f"[ttp] {place}: {line}"]
     assert (tmp_path / "logs").is_file()
 
 

@@ -34,12 +34,12 @@ def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = ttp.main(["doctor", "--json", *arguments])
-    return code, {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    return code, {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
 def test_a_node_on_which_a_job_can_be_protected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, findings = found(capsys, "--save", str(tmp_path / "save" / "of" / "job"), "--write-mib", "1")
-    assert (code, [one for one in findings.values() if one["level"] == "FAIL"]) == (0, [])
+    assert (code, [finding for finding in findings.values() if finding["level"] == "FAIL"]) == (0, [])
     assert {"software", "kernel", "network", "save", "rename", "lock", "speed"} <= set(findings)
     assert not (tmp_path / "save").exists()
     assert not (tmp_path / "logs").exists()

@@ -126,16 +126,16 @@ def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) 
     """The other node says that it has the lock, and nothing of that comes here."""
     node = Node(tmp_path, 2)
     place = tmp_path / ".ttp-doctor_nodes"
-    other = doctor_nodes._NodeFile("other", 0.0, 0, "127.0.0.1", "locked")
+    other_node_file = doctor_nodes._NodeFile("other", 0.0, 0, "127.0.0.1", "locked")
 
     def is_done() -> bool:
         return any(b'"done"' in path.read_bytes() for path in place.glob("*-*.node"))
 
-    _write_until(is_done, place / "!.node", other)
+    _write_until(is_done, place / "!.node", other_node_file)
     (place / "!.node").unlink()
-    found = node.levels()
-    assert found["locks"] == ("FAIL", "this node got a lock that other holds")
-    level, words = found["clocks"]
+    levels = node.levels()
+    assert levels["locks"] == ("FAIL", "this node got a lock that other holds")
+    level, words = levels["clocks"]
     assert level == "WARN"
     assert words.startswith("the clock of other is ahead of this one by at least ")
 
@@ -160,12 +160,12 @@ def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._NodeF
 def test_a_node_that_is_killed_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / ".ttp-doctor_nodes"
     place.mkdir()
-    left = doctor_nodes._NodeFile("gone", 1.0, 7, "127.0.0.1", "present")
-    (place / "gone.node").write_bytes(msgspec.json.encode(left))
+    node_file = doctor_nodes._NodeFile("gone", 1.0, 7, "127.0.0.1", "present")
+    (place / "gone.node").write_bytes(msgspec.json.encode(node_file))
     monkeypatch.setattr(doctor_nodes, "MEET_S", 0.5)
-    found = Node(tmp_path, 2).levels()
-    assert list(found) == ["nodes"]
-    assert found["nodes"][1].startswith("no other node of 1 others met this one")
+    levels = Node(tmp_path, 2).levels()
+    assert list(levels) == ["nodes"]
+    assert levels["nodes"][1].startswith("no other node of 1 others met this one")
 
 
 def test_the_route_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_route_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch, tmp_
     assert doctor_nodes._own_address() == "127.0.0.1"
     meeting = doctor_nodes._Meeting(tmp_path, 2)
     meeting.others["a"] = doctor_nodes._NodeFile("a", 0.0, 1, "127.0.0.1", "done")
-    assert [one.level for one in doctor_nodes._routes(meeting)] == ["OK"]
+    assert [route.level for route in doctor_nodes._routes(meeting)] == ["OK"]
     meeting.own.address = "192.0.2.1"
     (one,) = doctor_nodes._routes(meeting)
     assert one.words == "the route to a leaves from 127.0.0.1, and others reach this node at 192.0.2.1"

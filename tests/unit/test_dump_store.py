@@ -305,11 +305,11 @@ def test_how_many_may_be_there_without_a_proof(
             stack.callback(one.close)
             assert one.recv(64), "it is asked for its proof, so it is in"
             strangers.append(one)
-        assert [is_shut(one) for one in strangers] == [False] * most
+        assert [is_shut(stranger) for stranger in strangers] == [False] * most
         late = opened.client()
         assert late.get("g/1") == b"here"
         assert strangers[0].recv(64) == b"", "the oldest goes for the next"
-        assert [is_shut(one) for one in strangers[1:]] == [False] * (most - 1)
+        assert [is_shut(stranger) for stranger in strangers[1:]] == [False] * (most - 1)
         proved.set("g/2", b"still")
         assert late.get("g/2") == b"still"
         for each in (proved, late):

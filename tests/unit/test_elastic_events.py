@@ -47,8 +47,8 @@ def train(launcher: Launcher, what: str) -> Ended:
 
 
 def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None:
-    ended = train(launcher, WRITES)
-    assert ended.code == 1, ended.log
+    result = train(launcher, WRITES)
+    assert result.code == 1, result.log
     lines = (launcher.folder / "events").read_text().splitlines()
     incident, verdict = (json.loads(line) for line in lines)
     assert [event["name"] for event in (incident, verdict)] == ["ttp.incident", "ttp.verdict"]
@@ -57,7 +57,7 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
     told: dict[str, Any] = verdict["metadata"]
     assert (told["rank"], told["step"], told["outcome"], told["exit_code"]) == (1, None, "nothing", 1)
     assert told["cause"].startswith("rank 1 raised ValueError: bad sample")
-    assert told["cause"] in ended.last_line
+    assert told["cause"] in result.last_line
     assert (told["incident"], told["group_rank"]) == (1, 0)
     assert {**told, "outcome": None, "exit_code": None} == {
         **incident["metadata"],
@@ -73,20 +73,20 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
 )
 @pytest.mark.parametrize("what", [RAISES, HANGS], ids=["raises", "hangs"])
 def test_a_handler_stops_nothing(launcher: Launcher, what: str) -> None:
-    ended = train(launcher, what)
-    assert ended.code == 1, ended.log
-    assert "[ttp] rank 1 raised ValueError: bad sample" in ended.log
+    result = train(launcher, what)
+    assert result.code == 1, result.log
+    assert "[ttp] rank 1 raised ValueError: bad sample" in result.log
     raised = "[ttp] an event of torch elastic is not recorded: OSError: no such collector"
-    assert (raised in ended.log) == (what == RAISES)
+    assert (raised in result.log) == (what == RAISES)
 
 
 def test_a_handler_that_there_is_not_is_one_line(launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, "--event-log-handler", "mine", launcher.script("print('started')"))
-    assert ended.code == 2
-    assert ended.last_line.startswith(
+    result = launcher.run(*TWO, "--event-log-handler", "mine", launcher.script("print('started')"))
+    assert result.code == 2
+    assert result.last_line.startswith(
         "ttprun: error: --event-log-handler is 'mine': torch elastic has no handler"
     )
-    assert "started" not in ended.log
+    assert "started" not in result.log
 
 
 class Handler(logging.Handler):

@@ -54,12 +54,12 @@ waiting.exist(here / "finished0", here / "finished1")
     ids=["teardown", "last-call", "left-by-itself"],
 )
 def test_a_death_behind_a_finished_training(after: str, cause: str, launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
-    assert (ended.code, starts(ended)) == (0, 2), ended.log
-    (line,) = [line for line in ended.log.splitlines() if line.startswith("[ttp] rank 1 ")]
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+    assert (result.code, starts(result)) == (0, 2), result.log
+    (line,) = [line for line in result.log.splitlines() if line.startswith("[ttp] rank 1 ")]
     assert cause in line
     assert line.endswith("; nothing to save: the training was over")
-    assert "the job has come to its end, 1 incident, 0 steps lost" in ended.last_line
+    assert "the job has come to its end, 1 incident, 0 steps lost" in result.last_line
 
 
 # Rank 0 is still at work when it is asked where it stands, and in an exit function.
@@ -76,11 +76,11 @@ atexit.register(upload)
 
 def test_others_come_to_their_ends_after_a_death(launcher: Launcher, tmp_path: Path) -> None:
     after = f"if rank == '1': os.abort()\n{EXPORTS}"
-    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
-    assert (ended.code, starts(ended)) == (0, 2), ended.log
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+    assert (result.code, starts(result)) == (0, 2), result.log
     assert (tmp_path / "export").exists()
     assert (tmp_path / "upload").exists()
-    assert "rank 1 was ended by SIGABRT; the training was over; rank 0 has up to " in ended.log
+    assert "rank 1 was ended by SIGABRT; the training was over; rank 0 has up to " in result.log
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_a_rank_that_does_not_end_behind_a_finished_training(
 ) -> None:
     after = f"if rank == '1': {last}\nthreading.Event().wait(600)"
     script = launcher.script(TRAINS + FINISHED + after)
-    ended = launcher.run(*TWO, "--max-restarts", "3", "--ttp-ot", "10", script)
-    assert (ended.code, starts(ended)) == (code, 2), ended.log
+    result = launcher.run(*TWO, "--max-restarts", "3", "--ttp-ot", "10", script)
+    assert (result.code, starts(result)) == (code, 2), result.log
     assert re.search(
         rf"^\[ttp\] rank 1 {cause}; nothing to save: the training was over; rank 0 was cut off"
         r" \d+ s later \(TTP_OT\); not started again: nothing is left to train",
-        ended.last_line,
-    ), ended.log
+        result.last_line,
+    ), result.log
 
 
 def test_a_death_while_another_rank_still_saves(launcher: Launcher) -> None:
@@ -114,9 +114,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.abort()
     threading.Event().wait(600)
 """
-    ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
-    assert (ended.code, starts(ended)) == (0, 4), ended.log
-    assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in ended.log
+    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
+    assert (result.code, starts(result)) == (0, 4), result.log
+    assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in result.log
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ if start == "0":
         raise {error}
     threading.Event().wait(600)
 """
-    ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
-    assert (ended.code, starts(ended)) == (code, made), ended.log
-    assert "step 3 is saved, no finished step is lost" in ended.log
-    assert ("not started again: nothing is left to train" in ended.log) is (made == 2)
+    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
+    assert (result.code, starts(result)) == (code, made), result.log
+    assert "step 3 is saved, no finished step is lost" in result.log
+    assert ("not started again: nothing is left to train" in result.log) is (made == 2)
 
 
 # A thread on one rank, a child process on the other.
@@ -155,11 +155,11 @@ else:
 
 def test_what_keeps_a_script_that_has_ended(launcher: Launcher) -> None:
     script = launcher.script(TRAINS + FINISHED + KEPT)
-    ended = launcher.run(*TWO, "--max-restarts", "1", "--ttp-ot", "10", script)
-    assert (ended.code, starts(ended)) == (0, 2), ended.log
+    result = launcher.run(*TWO, "--max-restarts", "1", "--ttp-ot", "10", script)
+    assert (result.code, starts(result)) == (0, 2), result.log
     for rank, keeps in ((0, r"the process exporter \(pid \d+\)"), (1, "the thread uploader")):
         line = rf"^\[ttp\] rank {rank}: its script ended 10 s ago \(TTP_OT\), and {keeps} keeps the process"
-        assert re.search(line, ended.log, re.MULTILINE), ended.log
+        assert re.search(line, result.log, re.MULTILINE), result.log
 
 
 # The first exception ends the job 2 s later: by then every rank has come so far.
@@ -175,12 +175,12 @@ MISMATCH = "assert 320 == 240, 'class input value 320 and checkpoint value 240 d
 
 
 def test_an_exception_of_all_ranks_before_training(launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(BOTH_START + MISMATCH))
-    assert (ended.code, starts(ended)) == (1, 2), ended.log
-    assert "raised AssertionError: class input value 320 and checkpoint value 240 do not" in ended.last_line
-    assert ended.last_line.endswith(
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(BOTH_START + MISMATCH))
+    assert (result.code, starts(result)) == (1, 2), result.log
+    assert "raised AssertionError: class input value 320 and checkpoint value 240 do not" in result.last_line
+    assert result.last_line.endswith(
         "; not started again: every rank has raised AssertionError at script.py:8 before training"
-    ), ended.log
+    ), result.log
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ def test_an_exception_of_all_ranks_before_training(launcher: Launcher) -> None:
 )
 def test_an_exception_before_training_that_comes_again(what: str, made: int, launcher: Launcher) -> None:
     script = launcher.script(f"import threading\n{BOTH_START}{what}\n")
-    ended = launcher.run(*TWO, "--max-restarts", "5", script)
-    assert (ended.code, starts(ended)) == (79, made), ended.log
-    assert f"came {made // 2} times before training without a newer checkpoint" in ended.last_line
+    result = launcher.run(*TWO, "--max-restarts", "5", script)
+    assert (result.code, starts(result)) == (79, made), result.log
+    assert f"came {made // 2} times before training without a newer checkpoint" in result.last_line

@@ -30,6 +30,6 @@ entry.main()
 
 def test_the_end_of_the_program() -> None:
     """Destroying torch's modules took ten seconds on a busy machine, after the last line."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout.splitlines() == ["thread ended", "exit function"]
+    completed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (7, "")
+    assert completed.stdout.splitlines() == ["thread ended", "exit function"]

@@ -245,11 +245,11 @@ def test_lora_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_the_arguments_of_a_model() -> None:
     config = dict.fromkeys(model_arguments.SIZES.values(), 8) | {"model_type": "qwen3", "rope_theta": 1e6}
-    found = model_arguments.arguments(config)
-    assert found[found.index("--num-query-groups") + 1] == "8"
-    assert found[found.index("--rotary-base") + 1] == "1000000"
-    assert "--untie-embeddings-and-output-weights" in found
-    assert found[:-1] == model_arguments.arguments({**config, "tie_word_embeddings": True})
+    arguments = model_arguments.arguments(config)
+    assert arguments[arguments.index("--num-query-groups") + 1] == "8"
+    assert arguments[arguments.index("--rotary-base") + 1] == "1000000"
+    assert "--untie-embeddings-and-output-weights" in arguments
+    assert arguments[:-1] == model_arguments.arguments({**config, "tie_word_embeddings": True})
     with pytest.raises(ValueError, match="model_type is 'llama'; this flow is written for 'qwen3'"):
         model_arguments.arguments({**config, "model_type": "llama"})
 
@@ -290,7 +290,7 @@ def flow(tmp_path: Path) -> Any:
         }
         calls.write_text("")
         command = ["bash", str(EXAMPLE / "flow.sh"), *arguments]
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env={**environ, "KILL": "", **more},
             cwd=tmp_path,
@@ -299,7 +299,7 @@ def flow(tmp_path: Path) -> Any:
             check=False,
         )
         trained = [line for line in calls.read_text().splitlines() if not line.startswith("python")]
-        return done.returncode, done.stdout + done.stderr, trained
+        return completed.returncode, completed.stdout + completed.stderr, trained
 
     return run
 

@@ -41,8 +41,10 @@ def shell(tmp_path: Path) -> Shell:
         settings = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
         environ = {**settings, **GIVEN, "SEEN": str(tmp_path / "seen"), **more}
         environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(["bash", SCRIPT], env=environ, cwd=tmp_path, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
+        completed = subprocess.run(
+            ["bash", SCRIPT], env=environ, cwd=tmp_path, capture_output=True, check=False
+        )
+        assert completed.returncode == 0, completed.stderr.decode()
         arguments, environment = json.loads((tmp_path / "seen").read_text())
         return arguments, environment
 

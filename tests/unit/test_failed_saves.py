@@ -226,5 +226,5 @@ def test_a_rank_whose_writers_have_failed_joins_the_gather(find: Callable[[], Pa
         pytest.skip(str(error))
     path = f"{framework}{os.pathsep}{Path(__file__).resolve().parents[2]}"
     command = [sys.executable, "-c", WRITERS_HAVE_FAILED]
-    ended = warm.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    completed = warm.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr[-2000:]

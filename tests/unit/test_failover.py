@@ -54,106 +54,106 @@ def _terms(known: Succession) -> list[int]:
 
 
 def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
-    known = Succession(2, 4)
+    succession = Succession(2, 4)
     for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT), AgentHello(3, (6, 7), ENDPOINT)):
-        assert not known.accept(order)
-    assert _terms(known) == [1, 2]
-    assert known.is_mine
+        assert not succession.accept(order)
+    assert _terms(succession) == [1, 2]
+    assert succession.is_mine
 
 
 def test_who_does_not_know_all_of_them_goes_nowhere() -> None:
     """They would go to another controller than those that do."""
-    known = Succession(2, 9)
+    succession = Succession(2, 9)
     for order in (FIRST, AgentHello(3, (6, 7), ENDPOINT), AgentHello(1, (2, 3), ENDPOINT)):
-        assert not known.knows_standby_endpoints
-        assert not known.go_on()
-        known.accept(order)
-    assert known.knows_standby_endpoints
-    assert _terms(known) == [1, 2]
+        assert not succession.knows_standby_endpoints
+        assert not succession.go_on()
+        succession.accept(order)
+    assert succession.knows_standby_endpoints
+    assert _terms(succession) == [1, 2]
 
 
 def test_who_may_have_the_controller_must_know_of_node_0() -> None:
-    known = Succession(1, 2)
-    assert not known.knows_standby_endpoints
-    known.accept(FIRST)
-    assert known.knows_standby_endpoints
+    succession = Succession(1, 2)
+    assert not succession.knows_standby_endpoints
+    succession.accept(FIRST)
+    assert succession.knows_standby_endpoints
 
 
 def test_a_node_that_does_not_stand_by_finds_the_others() -> None:
-    known = Succession(7, 8)
+    succession = Succession(7, 8)
     for node in (1, 2, 3):
-        known.accept(AgentHello(node, (node,), ENDPOINT))
-    assert _terms(known) == [1, 2, 3]
-    assert known.endpoint == ENDPOINT
+        succession.accept(AgentHello(node, (node,), ENDPOINT))
+    assert _terms(succession) == [1, 2, 3]
+    assert succession.endpoint == ENDPOINT
 
 
 def test_a_job_of_one_node_has_no_other_controller() -> None:
-    known = Succession(0, 1)
-    assert known.knows_standby_endpoints
-    assert not known.go_on()
+    succession = Succession(0, 1)
+    assert succession.knows_standby_endpoints
+    assert not succession.go_on()
 
 
 def test_after_an_online_recovery_the_node_before_stands_by_again() -> None:
     """A spare node has the place of node 0; node 1 has the controller, and is lost, too."""
-    known = Succession(2, 3)
+    succession = Succession(2, 3)
     for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT)):
-        known.accept(order)
-    assert (known.go_on(), known.term, known.lost_homes) == (True, 1, [0])
-    known.accept(AgentHello(0, (0, 1), ENDPOINT))
-    known.accept(Recovered(1, 5, "as it was", replaced=(0, 1)))
+        succession.accept(order)
+    assert (succession.go_on(), succession.term, succession.lost_homes) == (True, 1, [0])
+    succession.accept(AgentHello(0, (0, 1), ENDPOINT))
+    succession.accept(Recovered(1, 5, "as it was", replaced=(0, 1)))
     newcomer = Succession(0, 3, term=1)
     for order in (AgentHello(1, (2, 3), ENDPOINT), AgentHello(2, (4, 5), ENDPOINT)):
         assert not newcomer.knows_standby_endpoints
         newcomer.accept(order)
-    assert (_terms(known), known.home, known.lost_homes) == ([2], 2, [1])
+    assert (_terms(succession), succession.home, succession.lost_homes) == ([2], 2, [1])
     assert (_terms(newcomer), newcomer.lost_homes) == ([2, 3], [1, 2])
     assert newcomer.is_mine
 
 
 def test_the_controller_is_lost_when_a_spare_node_has_the_place_of_node_0() -> None:
     """Node 0 is not lost any more, although the recovery is not over."""
-    known = Succession(2, 4)
+    succession = Succession(2, 4)
     for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT), AgentHello(3, (6, 7), ENDPOINT)):
-        known.accept(order)
-    assert (known.go_on(), known.lost_homes) == (True, [0])
-    known.accept(AgentHello(0, (0, 1), ENDPOINT, owner="spare"))
-    assert (known.lost_homes, known.go_on(), known.lost_homes) == ([], True, [1])
+        succession.accept(order)
+    assert (succession.go_on(), succession.lost_homes) == (True, [0])
+    succession.accept(AgentHello(0, (0, 1), ENDPOINT, owner="spare"))
+    assert (succession.lost_homes, succession.go_on(), succession.lost_homes) == ([], True, [1])
 
 
 def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> None:
-    known = Succession(2, 3)
+    succession = Succession(2, 3)
     for message in (Freeze(1), PresenceProbe(1)):
-        known.accept(Addressed(4, message))
-        assert known.all_again == [ReplayComplete(2)]
-    known.accept(Addressed(4, EndScript(1)))
-    assert known.all_again == [ReplayComplete(2, has_acted=True)]
-    known.accept(Recovered(1, 5, "as it was"))
-    known.accept(Addressed(4, Proceed(1, 5)))
-    assert known.all_again == [ReplayComplete(2)]
+        succession.accept(Addressed(4, message))
+        assert succession.all_again == [ReplayComplete(2)]
+    succession.accept(Addressed(4, EndScript(1)))
+    assert succession.all_again == [ReplayComplete(2, has_acted=True)]
+    succession.accept(Recovered(1, 5, "as it was"))
+    succession.accept(Addressed(4, Proceed(1, 5)))
+    assert succession.all_again == [ReplayComplete(2)]
 
 
 def test_what_a_new_controller_is_told() -> None:
-    known = Succession(2, 3)
+    succession = Succession(2, 3)
     lasting = [HELLO, Hello(4, 1000), Unprotected(4, "no optimizer is known")]
     for message in (*lasting, Progress(2, 7)):
-        known.keep(message)
-    assert known.all_again == [*lasting, ReplayComplete(2)]
-    assert known.accept(VERDICT)
-    assert known.all_again[-1] == ReplayComplete(2, VERDICT)
+        succession.keep(message)
+    assert succession.all_again == [*lasting, ReplayComplete(2)]
+    assert succession.accept(VERDICT)
+    assert succession.all_again[-1] == ReplayComplete(2, VERDICT)
 
 
 def test_what_is_obeyed() -> None:
-    known = Succession(2, 3)
+    succession = Succession(2, 3)
     layout = Layout(0, (), "/save", 0, "same")
-    assert [known.accept(order) for order in (FIRST, layout, Welcome())] == [False] * 3
-    assert known.standby_state == [FIRST, layout]
-    assert known.accept(Dismissed())
-    assert [known.accept(VERDICT), known.accept(VERDICT)] == [True, False]
+    assert [succession.accept(order) for order in (FIRST, layout, Welcome())] == [False] * 3
+    assert succession.standby_state == [FIRST, layout]
+    assert succession.accept(Dismissed())
+    assert [succession.accept(VERDICT), succession.accept(VERDICT)] == [True, False]
 
 
 def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() -> None:
     """Rank 4 was replaced, rank 5 had raised and went on; what fails after that is told."""
-    known = Succession(2, 4)
+    succession = Succession(2, 4)
     first, second = Layout(4, (), "/save", 0, "same"), Layout(4, (), "/save", 0, "same")
     gone = BoardRecord(4, 10)
     for message in (
@@ -161,22 +161,22 @@ def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() ->
         *(Dying(4, 0.0, gone), Raised(5, "an echo", 1), Died(4, -9, 0.0, gone)),
         *(Hello(4, 12), second, Dying(4, 0.0, BoardRecord(4, 12))),
     ):
-        known.keep(message)
-    assert known.accept(Recovered(1, 5, "as it was", replaced=(4,), retried=(5,)))
-    assert known.all_again == [
+        succession.keep(message)
+    assert succession.accept(Recovered(1, 5, "as it was", replaced=(4,), retried=(5,)))
+    assert succession.all_again == [
         *(HELLO, Hello(5, 11), Layout(5, (), "/save", 0, "same"), Hello(4, 12), second),
         *(Dying(4, 0.0, BoardRecord(4, 12)), ReplayComplete(2, None)),
     ]
-    assert known.verdict is None, "the job goes on"
+    assert succession.verdict is None, "the job goes on"
 
 
 def test_what_was_not_replaced_here_is_told_as_before() -> None:
-    known = Succession(2, 4)
+    succession = Succession(2, 4)
     told = [HELLO, Hello(4, 10), Hello(5, 11), Raised(5, "it failed", 1)]
     for message in told:
-        known.keep(message)
-    known.accept(Recovered(1, 5, "as it was", replaced=(0,)))
-    assert known.all_again[:-1] == told
+        succession.keep(message)
+    succession.accept(Recovered(1, 5, "as it was", replaced=(0,)))
+    assert succession.all_again[:-1] == told
 
 
 @pytest.mark.robustness(
@@ -248,8 +248,8 @@ def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict()
     job.handle(ReplayComplete(1), 0.1)
     job.tick(1000.0)
     assert job.membership.lost == {0, 2}
-    told = [node for node, order in job.give_up("it is a test") if isinstance(order, Verdict)]
-    assert told == [1, 2]
+    nodes = [node for node, order in job.give_up("it is a test") if isinstance(order, Verdict)]
+    assert nodes == [1, 2]
 
 
 @pytest.mark.parametrize(

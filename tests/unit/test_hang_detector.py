@@ -232,9 +232,9 @@ def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
         finally:
             told.set()
 
-    with Thread(ask) as other:
+    with Thread(ask) as thread:
         act(told)
-        standing = other.result()
+        standing = thread.result()
     assert standing is not None
     assert written.is_set()
     return standing

@@ -270,9 +270,9 @@ def test_a_rank_that_cannot_copy_says_so_and_the_others_keep_what_all_have(
         ranks.step(step)
         assert ranks.whole() == {2}
     del group["hook"]
-    said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
-    assert len(said) == 1
-    assert said[0].startswith("[ttp] rank 1 makes no more copies in host memory (TTP_HOST_COPY): ")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("[ttp] rank 1 makes no more copies in host memory (TTP_HOST_COPY): ")
 
 
 def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
@@ -292,9 +292,9 @@ def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
         assert ranks.whole() == set()
     for of_rank in ranks.copiers:
         of_rank.stop()  # as an incident does
-    said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
-    assert len(said) == 2
-    assert all(line.endswith("RuntimeError: can't start new thread") for line in said)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
+    assert len(lines) == 2
+    assert all(line.endswith("RuntimeError: can't start new thread") for line in lines)
 
 
 def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
@@ -339,19 +339,21 @@ def test_auto_copies_what_no_other_rank_has(
     own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
     given, session = _Given(), SimpleNamespace(copier=own)
     kept = copier.reserve(session, given)  # type: ignore[arg-type]
-    said = capfd.readouterr().out
+    stdout = capfd.readouterr().out
     if shared:
-        assert (session.copier, kept, said) == (None, given, "")
+        assert (session.copier, kept, stdout) == (None, given, "")
     elif free == 1 << 30:
         assert (session.copier, kept) == (own, given)
-        assert said.startswith("[ttp] copies in host memory at least every 50 steps: 2.0 MiB on node 0; they")
+        assert stdout.startswith(
+            "[ttp] copies in host memory at least every 50 steps: 2.0 MiB on node 0; they"
+        )
     else:
         assert session.copier is None
         assert kept.survives == (
             "none; exceptions alone: a rank that dies takes the steps since the last save along"
         )
-        assert "no copies in host memory (TTP_HOST_COPY=auto): the copies of node 0 take 2" in said
-        assert f", and {free} bytes are free" in said
+        assert "no copies in host memory (TTP_HOST_COPY=auto): the copies of node 0 take 2" in stdout
+        assert f", and {free} bytes are free" in stdout
 
 
 @pytest.mark.usefixtures("alone_in_its_job")
@@ -414,12 +416,12 @@ def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.Monkey
 
     def begin(ranks: Sequence[int]) -> set[int]:
         monkeypatch.setenv(COPY_FILES, files.begin(ranks))
-        found = HeldCopies(None)  # type: ignore[arg-type]
-        for paths in found.paths.values():
+        held_copies = HeldCopies(None)  # type: ignore[arg-type]
+        for paths in held_copies.paths.values():
             with ExitStack() as opened:
                 held = [opened.enter_context(closing(CopyFile(path))).header for path in paths]
             assert held == [None, None]
-        return set(found.paths)
+        return set(held_copies.paths)
 
     assert begin([0, 1]) == {0, 1}
     assert begin([2, 3]) == {0, 1, 2, 3}
@@ -629,16 +631,16 @@ def test_a_store_that_hangs_keeps_no_ttprun_from_its_end() -> None:
 def test_entries_of_a_script_are_those_behind_the_step(made: Callable[[], CopyFile]) -> None:
     """The script goes on counting while the copy is made."""
     given, file = trainee(), made()
-    ended = Event()
+    event = Event()
 
     def counts(mark: Any, timeout_s: float) -> bool:
         given.state.extra["counted"] = 21
         return True
 
     given.device = SimpleNamespace(wait=counts, beside=HOST.beside, copy=HOST.copy)
-    copier = Copier(EVERY, 0, 1, "a", [file, made()], False, lambda step: ended.set(), list)
+    copier = Copier(EVERY, 0, 1, "a", [file, made()], False, lambda step: event.set(), list)
     copier.copy(given, record(20), None, is_intact=True)
-    assert ended.wait(60.0)
+    assert event.wait(60.0)
     header = file.header
     assert header is not None
     state = trainee().state

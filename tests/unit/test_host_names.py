@@ -57,10 +57,10 @@ def renamed(tmp_path: Path) -> str:
 )
 def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str, launcher: Launcher) -> None:
     job = ("--nproc-per-node", "2", "--monitor-interval", "0.05", launcher.script(GROUP))
-    ended = launcher.run(*arguments, *job, before=renamed + hidden)
-    assert ended.code == 0, ended.log
-    assert ended.log.count("ranks 2\n") == 2
-    assert f"network addresses of ({NAME}" not in ended.log, "torch asks for no address of the name"
+    result = launcher.run(*arguments, *job, before=renamed + hidden)
+    assert result.code == 0, result.log
+    assert result.log.count("ranks 2\n") == 2
+    assert f"network addresses of ({NAME}" not in result.log, "torch asks for no address of the name"
 
 
 @pytest.mark.robustness(
@@ -70,9 +70,9 @@ def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str,
 )
 def test_several_nodes_need_the_name_of_the_node_with_the_store(renamed: str, launcher: Launcher) -> None:
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
-    ended = launcher.run(*where, launcher.script("print('started')"), before=renamed)
-    assert ended.code == 2
-    (line,) = ended.log.splitlines()
+    result = launcher.run(*where, launcher.script("print('started')"), before=renamed)
+    assert result.code == 2
+    (line,) = result.log.splitlines()
     assert line.startswith(f"ttprun: error: the host name of this node, '{NAME}', does not resolve: give tt")
     assert " --local-addr with the address " in line
 
@@ -99,12 +99,12 @@ def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher:
     line = f"[ttp] waiting for {awaited}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(line), "it says for what it waits")
     os.kill(pid, signal.SIGTERM)
-    ended = launcher.wait(pid)
-    assert ended.code == 128 + signal.SIGTERM
-    assert ended.last_line == f"[ttp] ended by SIGTERM while it waited for {awaited}; nothing was started"
-    ended = launcher.run("--rdzv-conf", "timeout=1", *arguments, before=renamed)
-    assert ended.code == 2
-    assert ended.last_line.startswith(
+    result = launcher.wait(pid)
+    assert result.code == 128 + signal.SIGTERM
+    assert result.last_line == f"[ttp] ended by SIGTERM while it waited for {awaited}; nothing was started"
+    result = launcher.run("--rdzv-conf", "timeout=1", *arguments, before=renamed)
+    assert result.code == 2
+    assert result.last_line.startswith(
         f"ttprun: error: the host name '{NAME}' does not resolve on this node: correct --master-addr or"
     )
 
@@ -115,8 +115,8 @@ def test_a_signal_while_one_node_waits_for_its_own_store(launcher: Launcher) -> 
         "def connect(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    threading.Event().wait()\n"
         "rendezvous_store.connect = connect\n"
     )
-    ended = launcher.run(launcher.script("print('started')"), before=stopped)
-    assert ended.code == 128 + signal.SIGTERM
-    assert ended.log == (
+    result = launcher.run(launcher.script("print('started')"), before=stopped)
+    assert result.code == 128 + signal.SIGTERM
+    assert result.log == (
         "[ttp] ended by SIGTERM while it waited for the rendezvous store of this node; nothing was started\n"
     )

@@ -290,13 +290,13 @@ def test_what_only_looks_like_a_checkpoint_is_ignored(root: Path) -> None:
     for name in ("iter_0000030_tmp_x", "iter_0000031_saving"):
         (root / name).write_text("whose is it?")
     (root / "iter_0000032_tmp_y").symlink_to("/etc")
-    before = content(root)
+    content_before = content(root)
     for _ in range(3):
         assert left_overs.clean(root) == []
         (line,) = resume(root).splitlines()
         assert "no checkpoint, and ignored: iter_00000025, " in line
         assert "(and 2 more)" in line
-    assert content(root) == before
+    assert content(root) == content_before
     assert publish.prepare(root, 30, generation="x").name == "iter_0000030_tmp_x", "it takes its place"
 
 
@@ -575,9 +575,9 @@ def test_no_other_user_can_open_the_lock(root: Path) -> None:
         f"import os; os.setuid({OTHER_USER}); os.stat({str(root)!r}); os.open({str(root / naming.LOCK)!r}, 0)"
     )
     with locked(root):
-        ended = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
-        assert "PermissionError" in ended.stderr
-        assert naming.LOCK in ended.stderr
+        completed = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+        assert "PermissionError" in completed.stderr
+        assert naming.LOCK in completed.stderr
     assert not (root / naming.LOCK).exists()
 
 

@@ -75,9 +75,9 @@ tell_each(differs_from)
 
 def run(program: str, *arguments: object) -> str:
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, text=True, capture_output=True, check=True)
-    assert not done.stderr
-    return done.stdout.strip()
+    completed = subprocess.run(command, text=True, capture_output=True, check=True)
+    assert not completed.stderr
+    return completed.stdout.strip()
 
 
 def names_of(folder: Path, *scripts: str) -> list[dict[str, str]]:

@@ -223,7 +223,7 @@ def test_values_that_are_saved_as_objects_are_written_in_place(tmp_path: Path) -
     folders = in_both_ways(tmp_path, ranks_of(1 << 12), made)
     ours, theirs = map(sharded.load, folders)
     assert_same(ours, theirs)
-    (entry,) = [one for one in manifest.read(folders[0]).files if one.path == "__0_0.distcp"]
+    (entry,) = [file for file in manifest.read(folders[0]).files if file.path == "__0_0.distcp"]
     assert entry.xxh3_128 is None, "no holder has the whole"
 
 
@@ -232,10 +232,10 @@ def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
     frozen = torch.full((2, 8 << 20), 0.5)
     exchange = Exchange(None, 0, [[0]], folder=tmp_path)
     planned = PlannedTensors("meta")
-    whole = Planner({"gated": (frozen.shape, {(0, 0): frozen[:1], (1, 0): frozen[1:]})}, {})
+    planner = Planner({"gated": (frozen.shape, {(0, 0): frozen[:1], (1, 0): frozen[1:]})}, {})
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
-    part = dcp.RankPart(0, whole)
+    part = dcp.RankPart(0, planner)
     layout = dcp_layout.lay_out(part, planned)
     with in_place.InPlace({part.data_file: layout}, [one_param(64).optimizer], exchange, 1) as archives:
         assert archives.write()
@@ -243,7 +243,7 @@ def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
     assert peak() - before < 32 << 20
     assert entry.bytes > frozen.nbytes
     with (tmp_path / entry.draft).open("rb") as file:
-        (info,) = [one for one in layout.entries if one.size == frozen.nbytes // 2][1:]
+        (info,) = [entry for entry in layout.entries if entry.size == frozen.nbytes // 2][1:]
         file.seek(info.begin)
         assert file.read(info.size) == frozen[1].numpy().tobytes()
 
@@ -272,7 +272,7 @@ def test_what_fills_a_bucket_is_known_for_each_optimizer_of_a_chain(prefix: str)
     key = f"{prefix}optimizer.distributed.bucket_idx_1.exp_avg"
     part = dcp.RankPart(0, Planner({key: ((world.numel() - 64,), pieces)}, {}))
     sources = [entry.content for entry in dcp_layout.lay_out(part, planned).entries]
-    found = [(one.begin, one.end) for one in sources if isinstance(one, Source)]
+    found = [(source.begin, source.end) for source in sources if isinstance(source, Source)]
     assert found == [(64, 100), (100, 128), (128, world.numel())]
 
 

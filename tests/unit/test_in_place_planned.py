@@ -365,8 +365,8 @@ def test_several_ranks_write_what_one_would_have_saved(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         set_block(patch, block)
         content = _by_several(layout, ranks, Path(folder) / "file")
-    whole = dcp.RankPart(0, Planner(tensors(world_of(ranks)), {}))
-    for (start, length), (item, expected) in zip(part.places, whole.contents(), strict=True):
+    rank_part = dcp.RankPart(0, Planner(tensors(world_of(ranks)), {}))
+    for (start, length), (item, expected) in zip(part.places, rank_part.contents(), strict=True):
         loaded = torch.load(io.BytesIO(content[start : start + length]), weights_only=True)
         assert _is_bitwise(loaded, expected), item.index
 

@@ -10,24 +10,24 @@ from adaptor.protocol.messages import AgentHello, BoardRecord, Dump, Layout, Pha
 
 
 def test_who_has_work_and_does_not_move_is_overdue() -> None:
-    still = IoStallDetector(10.0)
-    still.expect([0, 2])
-    assert still.overdue(100.0) == set()
-    still.moved(1)  # it has no work
-    still.moved(2)
-    assert still.overdue(105.0) == set()
-    assert still.overdue(110.0) == {0}
-    assert still.overdue(115.0) == {0, 2}
+    io_stall_detector = IoStallDetector(10.0)
+    io_stall_detector.expect([0, 2])
+    assert io_stall_detector.overdue(100.0) == set()
+    io_stall_detector.moved(1)  # it has no work
+    io_stall_detector.moved(2)
+    assert io_stall_detector.overdue(105.0) == set()
+    assert io_stall_detector.overdue(110.0) == {0}
+    assert io_stall_detector.overdue(115.0) == {0, 2}
 
 
 def test_new_work_begins_anew() -> None:
-    still = IoStallDetector(10.0)
-    still.expect([0])
-    assert still.overdue(0.0) == set()
-    still.expect([1])
-    assert still.overdue(9.0) == set()
-    assert still.overdue(18.9) == set()
-    assert still.overdue(19.0) == {1}
+    io_stall_detector = IoStallDetector(10.0)
+    io_stall_detector.expect([0])
+    assert io_stall_detector.overdue(0.0) == set()
+    io_stall_detector.expect([1])
+    assert io_stall_detector.overdue(9.0) == set()
+    assert io_stall_detector.overdue(18.9) == set()
+    assert io_stall_detector.overdue(19.0) == {1}
 
 
 def test_who_has_written_all_of_its_part_is_not_overdue() -> None:

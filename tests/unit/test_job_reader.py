@@ -83,13 +83,13 @@ def test_the_newest_events_are_read_from_the_end(job: Path) -> None:  # noqa: F8
 
 def test_an_incident_is_read_again_when_its_file_has_changed(job: Path) -> None:  # noqa: F811
     reader = JobReader(job)
-    assert [one.steps_lost for one in reader.summaries()] == [2]
+    assert [summary.steps_lost for summary in reader.summaries()] == [2]
     path = job / "incidents" / f"{incident().id}.json"
     path.write_bytes(msgspec.json.encode(incident(lost=12)))
-    assert [one.steps_lost for one in reader.summaries()] == [12]
+    assert [summary.steps_lost for summary in reader.summaries()] == [12]
     (job / "incidents" / "2.json").write_bytes(msgspec.json.encode(incident(2)))
     path.unlink()
-    assert [one.incident for one in reader.summaries()] == [2]
+    assert [summary.incident for summary in reader.summaries()] == [2]
 
 
 def test_what_cannot_be_read_is_said(job: Path) -> None:  # noqa: F811

@@ -60,10 +60,10 @@ def test_a_job_is_served_from_its_start_to_its_end(launcher: Launcher) -> None: 
         os.kill(server, number)
     assert get(f"{base}/healthz") == (200, "ok\n")
     os.kill(pid, signal.SIGTERM)
-    ended = launcher.wait(pid)
-    assert f"[ttp] http://127.0.0.1:{port}/ serves " in ended.log
+    result = launcher.wait(pid)
+    assert f"[ttp] http://127.0.0.1:{port}/ serves " in result.log
     waiting.ended([server])
-    assert "has ended with status" not in ended.log
+    assert "has ended with status" not in result.log
 
 
 def test_a_job_goes_on_without_its_server(launcher: Launcher) -> None:  # noqa: F811
@@ -93,9 +93,9 @@ def test_a_killed_ttprun_takes_its_server_along(launcher: Launcher) -> None:  # 
 def test_a_port_that_is_taken_starts_nothing(launcher: Launcher) -> None:  # noqa: F811
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
-        ended = launcher.run("--ttp-serve", str(port), launcher.script("open('ran', 'w')\n"))
-    assert ended.code == 2
-    assert ended.log == (
+        result = launcher.run("--ttp-serve", str(port), launcher.script("open('ran', 'w')\n"))
+    assert result.code == 2
+    assert result.log == (
         f"ttprun: error: TTP_SERVE is 127.0.0.1:{port}: the address cannot be had (Address already in use);"
         " choose another port\n"
     )
@@ -105,16 +105,16 @@ def test_a_port_that_is_taken_starts_nothing(launcher: Launcher) -> None:  # noq
 def test_other_machines_need_a_token_and_tls(launcher: Launcher) -> None:  # noqa: F811
     port = free_port()
     script = launcher.script(WAIT)
-    ended = launcher.run("--ttp-serve", f"0.0.0.0:{port}", script)
-    assert (ended.code, "other machines reach this address" in ended.last_line) == (2, True), ended.log
-    assert len(ended.log.splitlines()) == 1
+    result = launcher.run("--ttp-serve", f"0.0.0.0:{port}", script)
+    assert (result.code, "other machines reach this address" in result.last_line) == (2, True), result.log
+    assert len(result.log.splitlines()) == 1
     token = launcher.folder / "token"
     token.write_text("a-word-that-nobody-guesses")
     signer = certificates.Authority(launcher.folder / "tls")
     arguments = ("--ttp-serve", f"0.0.0.0:{port}", "--ttp-serve-token", str(token), script)
     token.chmod(0o644)
-    ended = launcher.run(*arguments, **signer.settings())
-    assert (ended.code, "others can read it" in ended.last_line) == (2, True), ended.log
+    result = launcher.run(*arguments, **signer.settings())
+    assert (result.code, "others can read it" in result.last_line) == (2, True), result.log
     token.chmod(0o600)
     pid = launcher.start(*arguments, **signer.settings())
     has_status(launcher.folder)

@@ -69,9 +69,9 @@ def upload(store: Store) -> Iterator[Callable[..., Uploading]]:
         def started(
             root: Path, node: int, patience: Patience = PATIENT, url: str = f"{store}", endpoint: str = ""
         ) -> Uploading:
-            made = Uploading(url, endpoint, root, node, patience)
-            stack.callback(made.end)
-            return made
+            uploading = Uploading(url, endpoint, root, node, patience)
+            stack.callback(uploading.end)
+            return uploading
 
         yield started
 

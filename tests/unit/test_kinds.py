@@ -74,8 +74,8 @@ def test_a_count_in_the_group_goes_back_with_the_local_copy() -> None:
     kept = copy.optimizer.optimizer.state_dict()
     assert kept["param_groups"] == wanted["groups"]
     assert [group["step"] for group in kept["param_groups"]] == [2, 2]
-    found = [value for entry in kept["state"].values() for value in entry.values()]
-    assert all(map(torch.equal, found, wanted["state"]))
+    values = [value for entry in kept["state"].values() for value in entry.values()]
+    assert all(map(torch.equal, values, wanted["state"]))
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
 
 

@@ -79,8 +79,8 @@ def test_a_number_of_nodes_that_cannot_train_is_said_once(capfd: pytest.CaptureF
     for _ in range(3):
         assert around.after(LAST_CALL_S, 1) == []
     output.finish()
-    said = capfd.readouterr().err
-    assert said == (
+    stderr = capfd.readouterr().err
+    assert stderr == (
         "[ttp] 1 more node waits: 3 nodes cannot train this job (parallel sizes, global batch, TTP_REPLICA);"
         " it goes on with 2\n"
     )

@@ -114,18 +114,18 @@ def test_a_restart_shares_the_lease_of_its_job(tmp_path: Path, capsys: pytest.Ca
     "B10", "a second job on another machine, over a shared disk", "it is refused once the lease changes"
 )
 def test_a_job_of_another_machine_is_seen_to_live(tmp_path: Path) -> None:
-    other = Lease(tmp_path, elsewhere(mine()))
-    other.take()
-    done = threading.Event()
+    other_lease = Lease(tmp_path, elsewhere(mine()))
+    other_lease.take()
+    event = threading.Event()
 
     def touch() -> None:  # what its thread does, more often
-        while not done.wait(0.01):
+        while not event.wait(0.01):
             os.utime(tmp_path / naming.LEASE)
 
     with Thread(touch):
         with pytest.raises(ConfigError, match="process 77 on node-b"):
             Lease(tmp_path, mine()).take()
-        done.set()
+        event.set()
 
 
 @pytest.mark.robustness("B10", "a job goes on on another machine after a crash", "it takes over, in one line")
@@ -146,11 +146,11 @@ def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytes
     Lease(tmp_path, elsewhere(mine())).take()
     others = [elsewhere(mine(), pid) for pid in (78, 79)]
     refused = []
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def tell(line: str, **_: object) -> None:
         if "waiting for a sign of life" in line:  # both have found the first one's lease, not one the other's
-            both.wait(LONG_S)
+            barrier.wait(LONG_S)
 
     monkeypatch.setattr(output, "tell", tell)
 
@@ -246,12 +246,12 @@ def test_a_copy_of_a_folder_is_free(
 
 
 def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
+    event = threading.Event()
     lines: list[str] = []
 
     def tell(line: str, **_: object) -> None:
         lines.append(line)
-        told.set()
+        event.set()
 
     monkeypatch.setattr(lease, "REFRESH_S", 0.01)
     held = Lease(tmp_path, mine())
@@ -259,7 +259,7 @@ def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytes
     (tmp_path / naming.LEASE).write_bytes(msgspec.json.encode(elsewhere(mine())))
     monkeypatch.setattr(output, "tell", tell)
     held.keep()
-    told.wait()
+    event.wait()
     held.release()
     (line,) = lines
     assert "now names the job of process 77 on node-b" in line
@@ -273,12 +273,12 @@ def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytes
 def test_a_job_that_is_leaving_is_waited_for(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = threading.Event()
+    event = threading.Event()
     lines: list[str] = []
 
     def tell(line: str, **_: object) -> None:
         lines.append(line)
-        told.set()
+        event.set()
 
     monkeypatch.setattr(lease, "LOOK_S", 0.01)
     monkeypatch.setattr(lease, "STALE_S", 1e9)
@@ -289,7 +289,7 @@ def test_a_job_that_is_leaving_is_waited_for(
     held.leave()
     held._marker.join()
     with Thread(Lease(tmp_path, mine()).take, 1e9):
-        assert told.wait(LONG_S)
+        assert event.wait(LONG_S)
         assert held_by(tmp_path) == before
         held.release()
     job = f"({before.host}, pid {before.pid})"

@@ -161,11 +161,11 @@ def test_what_is_copied_by_hand_is_seen_when_its_manifest_has_come(root: Path, t
 
 
 def test_a_step_that_is_saved_again_is_seen_as_another_one(root: Path) -> None:
-    seen = SeenCheckpoints(root, iter(range(0, 1000, 10)).__next__)
+    seen_checkpoints = SeenCheckpoints(root, iter(range(0, 1000, 10)).__next__)
     save(root, 10)
-    (first,) = [one for _ in range(3) for one in seen.now()][-1:]
+    (first,) = [one for _ in range(3) for one in seen_checkpoints.now()][-1:]
     save(root, 10, "a1b2c3d4")
-    (second,) = seen.now()
+    (second,) = seen_checkpoints.now()
     assert first.place != second.place
 
 

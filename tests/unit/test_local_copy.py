@@ -150,7 +150,10 @@ def test_a_bare_optimizer_and_one_without_params() -> None:
     bare = LocalCopy(live, (None,))
     assert same(bare.optimizer.get_parameters(), live.get_parameters())
     chained = LocalCopy(Chain(live, Stub()), (None, None))  # type: ignore[arg-type]
-    assert [type(one) for one in chained.optimizer.chained_optimizers] == [Whole, Stub]
+    assert [type(chained_optimizer) for chained_optimizer in chained.optimizer.chained_optimizers] == [
+        Whole,
+        Stub,
+    ]
     chained.take()
 
 

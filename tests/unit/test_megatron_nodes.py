@@ -63,10 +63,10 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
         megatron_nodes.fit(args)
     assert args == Namespace(**{**FITS, **given})
     output.finish()
-    said = capfd.readouterr().err
-    assert said.startswith("[ttp] 3 nodes of 2 to 4, 4 before: ")
-    assert line in said
-    assert said.count("\n") == 1
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("[ttp] 3 nodes of 2 to 4, 4 before: ")
+    assert line in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.usefixtures("nodes")

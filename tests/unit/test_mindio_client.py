@@ -103,7 +103,7 @@ def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> N
     """Read by our own implementation of the interface, which is tested against its documentation."""
     for rank, (share,) in enumerate(told):
         (read,) = replicas.of_newer(rank, runtime.replica_info(rank, told))
-        assert [(one.index, one.count) for one in read.shares(rank)] == [(share.index, share.count)]
+        assert [(share.index, share.count) for share in read.shares(rank)] == [(share.index, share.count)]
         for place, holder in enumerate(read.ranks):
             assert told[holder] == (Share(share.group, place % share.count, share.count),)
 

@@ -92,8 +92,8 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    left = threading.Event()
-    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    event = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: event.set())
     monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
     monkeypatch.setattr(runtime.Board, "hold_lifeline", lambda board: None)  # for as long as the thread lives
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -122,7 +122,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
     monkeypatch.setattr(worker.session, "hold", hold)
     with connection:
-        yield Agent(memory, worker, job_module.get(), connection, left)
+        yield Agent(memory, worker, job_module.get(), connection, event)
     for thread in threading.enumerate():
         if thread.name == "ttp-processor":
             thread.join(LONG_S)

@@ -79,10 +79,12 @@ def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     expressions += [one["expr"] for one in DASHBOARD["annotations"]["list"]]
     rules = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(
+    completed = subprocess.run(
         ["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert (done.returncode, f"{len(rules)} rules found" in done.stdout) == (0, True), done.stderr
+    assert (completed.returncode, f"{len(rules)} rules found" in completed.stdout) == (0, True), (
+        completed.stderr
+    )
 
 
 # What the dashboard has that Grafana's schema of it has not: its data source for Prometheus reads them.

@@ -184,28 +184,28 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
 def test_a_target_that_hangs_holds_up_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     with hangs() as url, receives(500) as broken, receives() as fine:
         to = [NoticeTarget("slack", url), NoticeTarget("json", broken.url), NoticeTarget("json", fine.url)]
-        made = Notifier(to)
+        notifier = Notifier(to)
         for _ in range(100):
-            made.submit(lambda: NOTICE)
+            notifier.submit(lambda: NOTICE)
         for _ in range(5):
             assert fine.notice()["type"] == "ended"
-        made.close()
+        notifier.close()
     assert output.drain(LONG_S)
     lines = capfd.readouterr().err
     host = broken.url.removesuffix("/services/a-secret-path")
     assert f"[ttp] TTP_NOTIFY {host}: the notice 'ended' was not delivered: it answered 500\n" in lines
     assert "a-secret-path" not in lines
-    assert made.dropped >= 100 - 64 - 2, "the queue of one that hangs is bounded"
+    assert notifier.dropped >= 100 - 64 - 2, "the queue of one that hangs is bounded"
 
 
 def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    made = Notifier([NoticeTarget("exec", "/bin/false --token a-secret-word")])
-    made.submit(lambda: NOTICE)
-    made.close()
+    notifier = Notifier([NoticeTarget("exec", "/bin/false --token a-secret-word")])
+    notifier.submit(lambda: NOTICE)
+    notifier.close()
     assert output.drain(LONG_S)
-    told = capfd.readouterr().err
-    assert "[ttp] TTP_NOTIFY exec:/bin/false: the notice 'ended' was not delivered: " in told
-    assert "a-secret-word" not in told
+    stderr = capfd.readouterr().err
+    assert "[ttp] TTP_NOTIFY exec:/bin/false: the notice 'ended' was not delivered: " in stderr
+    assert "a-secret-word" not in stderr
 
 
 def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
@@ -299,10 +299,10 @@ def test_a_job_notifies_and_ends_as_it_would_without(launcher: Launcher) -> None
         script = launcher.script(
             "import os, sys\nsys.exit(5 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
         )
-        ended = launcher.run("--max-restarts", "1", *flags, "--rdzv-id", "gpt", script)
-        assert ended.code == 0, ended.log
+        result = launcher.run("--max-restarts", "1", *flags, "--rdzv-id", "gpt", script)
+        assert result.code == 0, result.log
         assert (
-            f"TTP_NOTIFY {url.removesuffix('/hook')}: the notice 'incident' was not delivered: " in ended.log
+            f"TTP_NOTIFY {url.removesuffix('/hook')}: the notice 'incident' was not delivered: " in result.log
         )
         told = [server.notice() for _ in range(2)]  # the last one may be on its way yet
         assert server.got.empty()

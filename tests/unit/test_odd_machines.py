@@ -107,11 +107,14 @@ class Training:
 
     def restarts(self, traceback: bool = False) -> Ended:
         """It ends well, after it was saved and started again."""
-        ended = self.launcher.wait(self.agent)
-        assert (self.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13", ended.log
-        assert (ended.code, [(self.folder / f"again{rank}").exists() for rank in (0, 1)]) == (0, [True, True])
-        assert traceback or "Traceback" not in ended.log
-        return ended
+        result = self.launcher.wait(self.agent)
+        assert (self.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13", result.log
+        assert (result.code, [(self.folder / f"again{rank}").exists() for rank in (0, 1)]) == (
+            0,
+            [True, True],
+        )
+        assert traceback or "Traceback" not in result.log
+        return result
 
 
 @pytest.mark.robustness(
@@ -217,9 +220,11 @@ def test_a_terminal_that_is_closed_does_not_end_the_save(launcher: Launcher) -> 
     waiting.exist(job.folder / "publishing")
     os.kill(job.agent, signal.SIGHUP)
     (job.folder / "go-on").touch()
-    ended = launcher.wait(job.agent)
-    assert ended.code == 128 + signal.SIGHUP, ended.log
-    assert ended.last_line.startswith("[ttp] ttprun was told to end by SIGHUP; step 13 is saved, "), ended.log
+    result = launcher.wait(job.agent)
+    assert result.code == 128 + signal.SIGHUP, result.log
+    assert result.last_line.startswith("[ttp] ttprun was told to end by SIGHUP; step 13 is saved, "), (
+        result.log
+    )
     assert (job.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13"
     assert job.gone
 
@@ -235,10 +240,10 @@ def test_a_signal_that_ttprun_handles_ends_no_worker(launcher: Launcher) -> None
     waiting.exist(job.folder / "publishing")
     os.kill(job.agent, signal.SIGUSR1)
     (job.folder / "go-on").touch()
-    ended = launcher.wait(job.agent)
-    assert ended.code == 128 + signal.SIGUSR1, ended.log
-    assert re.match(r"\[ttp\] rank [01] was told to end by SIGUSR1; step 13 is saved, ", ended.last_line), (
-        ended.log
+    result = launcher.wait(job.agent)
+    assert result.code == 128 + signal.SIGUSR1, result.log
+    assert re.match(r"\[ttp\] rank [01] was told to end by SIGUSR1; step 13 is saved, ", result.last_line), (
+        result.log
     )
     assert (job.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13"
     assert job.gone
@@ -298,18 +303,18 @@ def test_words_that_cannot_be_sent(what: str, said: str, launcher: Launcher) -> 
     job = Training(launcher, then=RANK_1 + what)
     job.begins()
     (job.folder / "go").touch()
-    ended = job.restarts(traceback=True)
+    result = job.restarts(traceback=True)
     assert [
-        line for line in ended.log.splitlines() if line.startswith("[ttp] rank 1 raised ") and said in line
+        line for line in result.log.splitlines() if line.startswith("[ttp] rank 1 raised ") and said in line
     ]
 
 
 @pytest.mark.robustness("B1", "the save folder has a name that is no UTF-8", "refused in one line")
 def test_a_save_folder_that_cannot_be_named(launcher: Launcher) -> None:
     script = launcher.script(TRAINS.replace('"save"', '"caf\\udce9"'))
-    ended = launcher.run(*TWO, script)
-    assert ended.code == 2, ended.log
-    assert "caf\\udce9: its name is not UTF-8" in ended.last_line
+    result = launcher.run(*TWO, script)
+    assert result.code == 2, result.log
+    assert "caf\\udce9: its name is not UTF-8" in result.last_line
 
 
 @pytest.mark.robustness("B1", "a worker's processor fails", "its worker ends, the others save, restarted")
@@ -317,9 +322,9 @@ def test_a_processor_that_fails(launcher: Launcher) -> None:
     job = Training(launcher, then=RANK_1 + "runtime.get().processor.say(object())")
     job.begins()
     (job.folder / "go").touch()
-    ended = job.restarts(traceback=True)
-    assert "[ttp] rank 1 exited with code 77; step 13 is saved, " in ended.log
-    assert "[ttp] rank 1: the thread that answers the agent has failed: Traceback" in ended.log
+    result = job.restarts(traceback=True)
+    assert "[ttp] rank 1 exited with code 77; step 13 is saved, " in result.log
+    assert "[ttp] rank 1: the thread that answers the agent has failed: Traceback" in result.log
 
 
 FAILS = """
@@ -340,10 +345,10 @@ def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> N
     job = Training(launcher, before=FAILS.format(error=error.replace(": ", "(") + ")"))
     job.begins()
     (job.folder / "go").touch()
-    ended = launcher.wait(job.agent)
-    assert ended.code == 1
-    assert ended.last_line.startswith(f"[ttp] ttprun has failed: {error}; step 13 is saved, "), ended.log
-    assert ended.log.count("an error in ttprun itself: Traceback") == 1
+    result = launcher.wait(job.agent)
+    assert result.code == 1
+    assert result.last_line.startswith(f"[ttp] ttprun has failed: {error}; step 13 is saved, "), result.log
+    assert result.log.count("an error in ttprun itself: Traceback") == 1
     assert job.gone
 
 
@@ -359,9 +364,9 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
     job = Training(launcher, before=FAILS.format(error="SystemExit(7)") + again)
     job.begins()
     (job.folder / "go").touch()
-    ended = launcher.wait(job.agent)
-    assert ended.code == 1
-    assert ended.last_line.startswith("[ttp] the control thread of ttprun has failed: SystemExit: 8; ")
+    result = launcher.wait(job.agent)
+    assert result.code == 1
+    assert result.last_line.startswith("[ttp] the control thread of ttprun has failed: SystemExit: 8; ")
     waiting.ended(job.pid(rank) for rank in (0, 1))
 
 
@@ -371,8 +376,8 @@ def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
     job = Training(launcher, then=RANK_1 + raises)
     job.begins()
     (job.folder / "go").touch()
-    ended = job.restarts(traceback=True)
-    assert "[ttp] rank 1 raised ValueError: told to raise; step 13 is saved, " in ended.log
+    result = job.restarts(traceback=True)
+    assert "[ttp] rank 1 raised ValueError: told to raise; step 13 is saved, " in result.log
 
 
 def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launcher) -> None:
@@ -383,11 +388,11 @@ def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launch
     job = Training(launcher, before=before)
     job.begins()
     job.kill(1)
-    ended = launcher.wait(job.agent)
-    assert ended.code == 1
-    assert ended.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "), ended.log
-    assert "; ttprun has failed: ValueError: odd; the newest checkpoint in " in ended.last_line
-    assert ended.log.count("an error in ttprun itself: Traceback") == 1
+    result = launcher.wait(job.agent)
+    assert result.code == 1
+    assert result.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "), result.log
+    assert "; ttprun has failed: ValueError: odd; the newest checkpoint in " in result.last_line
+    assert result.log.count("an error in ttprun itself: Traceback") == 1
     assert job.gone
 
 
@@ -426,11 +431,11 @@ def test_the_control_thread_hangs(second: signal.Signals | None, launcher: Launc
     waiting.exist(job.folder / "leaves")
     if second is not None:
         os.kill(job.agent, second)
-    ended = launcher.wait(job.agent)
+    result = launcher.wait(job.agent)
     by = second or signal.SIGTERM
-    assert (ended.code, job.gone) == (128 + by, True), ended.log
-    assert f"[ttp] ended by {by.name}, and the workers with it" in ended.log
-    assert ("[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM" in ended.log) == (second is None)
+    assert (result.code, job.gone) == (128 + by, True), result.log
+    assert f"[ttp] ended by {by.name}, and the workers with it" in result.log
+    assert ("[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM" in result.log) == (second is None)
 
 
 # Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
@@ -462,9 +467,9 @@ def test_the_last_line_on_a_save_folder_that_hangs(launcher: Launcher) -> None:
     waiting.written(job.folder, lambda: told in launcher.log, told)
     assert job.gone
     (job.folder / "answers").touch()
-    ended = launcher.wait(job.agent)
-    assert ended.code == 79
-    assert ended.last_line == f"[ttp] the newest checkpoint in {job.folder / 'save'} is step 13"
+    result = launcher.wait(job.agent)
+    assert result.code == 79
+    assert result.last_line == f"[ttp] the newest checkpoint in {job.folder / 'save'} is step 13"
 
 
 @pytest.mark.robustness(
@@ -505,8 +510,8 @@ def test_no_descriptors(launcher: Launcher) -> None:
     (job.folder / "go").touch()
     waiting.exist(job.folder / "eaten-agent", job.folder / "eaten0")
     job.kill(1)
-    ended = launcher.wait(job.agent)
-    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in ended.log
+    result = launcher.wait(job.agent)
+    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in result.log
 
 
 @pytest.mark.robustness("B7", "a survivor, or the agent, gets no process and no thread (pids.max)", "saved")
@@ -522,12 +527,12 @@ def test_no_threads(who: str, launcher: Launcher) -> None:
             launcher.wait(job.agent)
             pytest.skip(f"not on this machine, or not for this user: {error}")
         job.kill(1)
-        ended = launcher.wait(job.agent)
-    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in ended.log
-    assert "Traceback" not in ended.log
+        result = launcher.wait(job.agent)
+    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in result.log
+    assert "Traceback" not in result.log
     if who == "agent":
-        assert ended.code == 137
-        assert "; the workers cannot be started again: " in ended.last_line
+        assert result.code == 137
+        assert "; the workers cannot be started again: " in result.last_line
 
 
 # The worker alone joins the group: a busy kernel may look for a second process before it has freed the memory
@@ -553,12 +558,12 @@ def test_out_of_memory(launcher: Launcher) -> None:
             group = stack.enter_context(cgroups.too_little_memory(256 << 20))
         except OSError as error:
             pytest.skip(f"not on this machine, or not for this user: {error}")
-        ended = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)))
-    assert ended.code == 137, ended.log
+        result = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)))
+    assert result.code == 137, result.log
     words = (
         r"killed by the kernel: out of memory, the limit of its control group is 256 MiB, the peak \d+ MiB"
     )
-    assert re.search(rf"rank 0 was ended by SIGKILL \({words}\)", ended.last_line), ended.log
+    assert re.search(rf"rank 0 was ended by SIGKILL \({words}\)", result.last_line), result.log
 
 
 @pytest.mark.robustness(

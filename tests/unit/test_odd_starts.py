@@ -58,8 +58,8 @@ def test_a_script_that_may_not_be_read(launcher: Launcher) -> None:
     (launcher.folder / script).chmod(0o600)
     # It is in that folder already, so the folders above do not matter.
     before = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
-    ended = launcher.run(*ONE, script, before=before)
-    assert (ended.code, ended.log) == (
+    result = launcher.run(*ONE, script, before=before)
+    assert (result.code, result.log) == (
         2,
         f"ttprun: error: the script {script} cannot be run (Permission denied)\n",
     )
@@ -72,8 +72,8 @@ def test_the_working_directory_is_gone(launcher: Launcher) -> None:
         "ttprun: error: the working directory is not there any more (No such file or directory): start ttprun"
         " in another one\n"
     )
-    ended = launcher.run(*ONE, "/nowhere.py", before=before)
-    assert (ended.code, ended.log) == (2, line)
+    result = launcher.run(*ONE, "/nowhere.py", before=before)
+    assert (result.code, result.log) == (2, line)
 
 
 @pytest.mark.robustness(
@@ -92,14 +92,14 @@ def test_a_bare_environment(tmp_path: Path) -> None:
         "TTP_LOG_PATH": str(tmp_path / "logs"),
     }
     command = shlex.join([sys.executable, "-m", "adaptor.launchers.cli.ttprun", *ONE, "script.py"])
-    ended = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", f"umask 077; exec {command} <&- >&- 2>&-"],
         cwd=tmp_path,
         env=environ,
         timeout=3 * LONG_S,
         check=False,
     )
-    assert ended.returncode == 0
+    assert completed.returncode == 0
     assert (tmp_path / "ran").exists()
 
 
@@ -114,8 +114,10 @@ def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttprun", *ONE, "--max-restarts", "1", "script.py"]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    ended = run_here(tmp_path, *command, PYTHONPATH=str(ROOT), TTP_LOG_PATH=str(tmp_path / "logs"), **locale)
-    assert ended.returncode == 0, ended.stderr
+    completed = run_here(
+        tmp_path, *command, PYTHONPATH=str(ROOT), TTP_LOG_PATH=str(tmp_path / "logs"), **locale
+    )
+    assert completed.returncode == 0, completed.stderr
     assert "rank 0 raised OSError: caf\\xe9; " in (tmp_path / "told").read_text()
 
 
@@ -130,5 +132,5 @@ def test_nohup(ignored: bool, launcher: Launcher) -> None:
         "print(*(int(re.search(f'{n}:\\s*(.*)', status)[1], 16) & 1 for n in ('SigIgn', 'SigCgt')))\n"
     )
     before = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})"
-    ended = launcher.run(*ONE, script, before=before)
-    assert (ended.code, ended.last_line) == (0, "1 0" if ignored else "0 1"), ended.log
+    result = launcher.run(*ONE, script, before=before)
+    assert (result.code, result.last_line) == (0, "1 0" if ignored else "0 1"), result.log

@@ -70,9 +70,9 @@ print(*sorted(made.backends), made.are_gloo, made.is_bound)
 def test_the_groups_of_a_newcomer_know_the_devices_that_those_of_the_others_know() -> None:
     """Else torch would gather objects of an NCCL group on the host, where no other rank comes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm.run([sys.executable, "-c", LONE], env=environment)
-    *devices, backends = done.stdout.splitlines()
-    assert devices == ["nccl cuda cuda", "gloo cpu cpu cuda", "nccl cuda cuda"], done.stderr
+    completed = warm.run([sys.executable, "-c", LONE], env=environment)
+    *devices, backends = completed.stdout.splitlines()
+    assert devices == ["nccl cuda cuda", "gloo cpu cpu cuda", "nccl cuda cuda"], completed.stderr
     assert backends == "gloo nccl False False"
 
 
@@ -108,8 +108,10 @@ except ExchangeError as error:
 def test_what_an_exception_has_left_of_a_batch_is_forgotten() -> None:
     """torch would collect what is called next, and do nothing; NCCL's own batch cannot be looked at."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm.run([sys.executable, "-c", BATCHES], env=environment)
-    assert done.stdout == "the fault has struck in the middle of a batch of messages over NCCL\n", done.stderr
+    completed = warm.run([sys.executable, "-c", BATCHES], env=environment)
+    assert completed.stdout == "the fault has struck in the middle of a batch of messages over NCCL\n", (
+        completed.stderr
+    )
 
 
 EXCHANGES = """

@@ -76,9 +76,9 @@ class Worker:
 
 @pytest.fixture
 def memory() -> Iterator[BoardMemory]:
-    made = BoardMemory([0])
-    yield made
-    made.close()
+    board_memory = BoardMemory([0])
+    yield board_memory
+    board_memory.close()
 
 
 def test_a_thread_that_is_late_turns_nobody_away_when_all_go_on(memory: BoardMemory) -> None:

@@ -380,9 +380,9 @@ def test_a_rank_that_hangs_and_is_replaced(tmp_path: Path) -> None:
     assert (written["silent"], written["blamed"], written["began"]) == ([1], 1, records.utc(100.1))
     assert (written["phases"]["detect"], round(written["phases"]["freeze"], 3)) == (6.0, 0.1)
     (noticed, *_) = (
-        one
-        for one in operator_files.events(tmp_path / "job_7/events.jsonl")
-        if one["type"] == "fault-noticed"
+        event
+        for event in operator_files.events(tmp_path / "job_7/events.jsonl")
+        if event["type"] == "fault-noticed"
     )
     assert noticed["data"] == {"detail": "nothing has moved for 6 s", "still": "6.000"}
 
@@ -779,9 +779,9 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / "job").rename(tmp_path / "other")
     (tmp_path / "other/status.json").rename(tmp_path / "job_7/status.json")
     assert ttp.main(["incidents", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "saved; steps lost: 0" in said
-    assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in said
+    stdout = capsys.readouterr().out
+    assert "saved; steps lost: 0" in stdout
+    assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in stdout
     assert ttp.main(["incidents", "--json", str(tmp_path)]) == 0
     assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
     path = Path(job.report.path)
@@ -790,8 +790,10 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     one.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
     path.write_bytes(msgspec.json.encode(one))
     assert ttp.main(["incidents", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "  first step again 10.5 s after the fault was noticed: restart 2.0 s, load 5.0 s, first " in said
+    stdout = capsys.readouterr().out
+    assert (
+        "  first step again 10.5 s after the fault was noticed: restart 2.0 s, load 5.0 s, first " in stdout
+    )
 
 
 def test_where_no_step_has_finished_none_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -846,8 +848,8 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
         "unhashed": "unhashed",
     }
     assert ttp.main(["verify", str(save)]) == 1
-    said = capsys.readouterr().out
-    assert [line.split()[::2] for line in said.splitlines()[1:4]] == [
+    stdout = capsys.readouterr().out
+    assert [line.split()[::2] for line in stdout.splitlines()[1:4]] == [
         ["changed", "changed"],
         ["changed", "cut"],
         ["missing", "gone"],
@@ -871,10 +873,10 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = _checkpoint(tmp_path, 10)
     (tmp_path / naming.final_name(3)).mkdir()
     assert ttp.main(["verify", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "step 10: intact (the tracker names it)" in said
-    assert "step 3: not known" in said
-    assert "  complete    yes, 1 file\n  bytes       as written\n  state       no agreed sums" in said
+    stdout = capsys.readouterr().out
+    assert "step 10: intact (the tracker names it)" in stdout
+    assert "step 3: not known" in stdout
+    assert "  complete    yes, 1 file\n  bytes       as written\n  state       no agreed sums" in stdout
     saved = manifest.read(newest)
     group = AgreedGroup("0", [AgreedShard({"param": "0"}, (0, 2)), AgreedShard({"param": "0"}, (1, 3))], 10)
     agreed = replace(saved, state=AgreedState(10, {"mp_rank_00": group}))

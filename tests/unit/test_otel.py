@@ -84,11 +84,16 @@ def test_an_incident_is_one_trace(
     assert first == again
     assert receiver.headers == ["7", "7"]
     (of_resource,) = first.resource_spans
-    resource = {each.key: each.value.string_value for each in of_resource.resource.attributes}
+    resource = {attribute.key: attribute.value.string_value for attribute in of_resource.resource.attributes}
     assert (resource["service.name"], resource["team"]) == ("ttp", "a")
     root, *below = of_resource.scope_spans[0].spans
     assert (root.name, root.parent_span_id, root.status.message) == ("incident", b"", one.reason)
-    assert {each.key for each in root.attributes} >= {"ttp.cause", "ttp.verdict", "ttp.rank", "ttp.job"}
+    assert {attribute.key for attribute in root.attributes} >= {
+        "ttp.cause",
+        "ttp.verdict",
+        "ttp.rank",
+        "ttp.job",
+    }
     assert [mark.name for mark in root.events] == ["fault-noticed"]
     assert {each.trace_id for each in below} == {root.trace_id}
     assert {each.parent_span_id for each in below} == {root.span_id}
@@ -120,7 +125,7 @@ def test_incidents_are_followed_until_the_job_has_ended(job: Path, receiver: Rec
         _replace(job / "status.json", msgspec.json.encode(status(state="ended")))
         said, _ = command.communicate(timeout=LONG_S)
     assert (command.returncode, said.splitlines()[-1]) == (0, "2 of 2 incidents sent")
-    names = [[each.name for each in got.resource_spans[0].scope_spans[0].spans] for got in receiver.got]
+    names = [[span.name for span in got.resource_spans[0].scope_spans[0].spans] for got in receiver.got]
     assert names == [["incident", "first_step"], ["incident"]]
 
 
@@ -146,10 +151,10 @@ def test_a_collector_that_refuses(
 ) -> None:
     receiver.answer = 403
     assert ttp.main(["otel", str(job)]) == 1
-    said = capfd.readouterr()
-    assert "NOT TAKEN by the collector" in said.out
-    assert said.out.endswith("0 of 1 incidents sent\n")
-    assert "Traceback" not in said.err
+    output = capfd.readouterr()
+    assert "NOT TAKEN by the collector" in output.out
+    assert output.out.endswith("0 of 1 incidents sent\n")
+    assert "Traceback" not in output.err
     msgspec.json.decode(next((job / "incidents").iterdir()).read_bytes(), type=IncidentRecord)  # as it was
 
 

@@ -104,10 +104,10 @@ def test_a_fork_tells_by_itself() -> None:
 
 def test_one_that_fails_does_not_end_the_others() -> None:
     writer = output.Writer("test")
-    done = threading.Event()
+    event = threading.Event()
     writer.submit(lambda: 1 / 0)
-    writer.submit(done.set)
-    assert done.wait(LONG_S)
+    writer.submit(event.set)
+    assert event.wait(LONG_S)
     assert writer.close(LONG_S)
 
 

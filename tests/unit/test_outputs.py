@@ -51,8 +51,8 @@ class Running:
 
     def content(self, name: str) -> bytes | None:
         """Return what the store has of a file of node 3."""
-        found = self._store.stat(f"outputs/node3/{name}")
-        return None if found is None else self._store.get(f"outputs/node3/{name}", found.bytes)
+        stat = self._store.stat(f"outputs/node3/{name}")
+        return None if stat is None else self._store.get(f"outputs/node3/{name}", stat.bytes)
 
     def names(self) -> list[str]:
         return sorted(name.removeprefix("outputs/node3/") for name in self._store.objects("outputs"))
@@ -174,9 +174,9 @@ def test_the_process_of_a_node(
     (logs / "job" / "agent.log").write_text("ends\n")
     uploads.close()
     assert store.get(name, 100) == b"ends\n"
-    told = capfd.readouterr()
+    output = capfd.readouterr()
     assert f"the process that sends outputs to {url} has ended by SIGKILL; it is started again" in (
-        told.out + told.err
+        output.out + output.err
     )
 
 

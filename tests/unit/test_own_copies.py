@@ -202,13 +202,13 @@ def test_a_disk_in_trouble_does_not_take_the_newest_save(
     (site / "trouble.py").write_text(TROUBLE % f'str(path).endswith("{suffix[trouble]})')
     monkeypatch.setenv("TROUBLE", trouble)
     monkeypatch.setenv("SETUP", str(site / "trouble.py"))
-    before = content(places[0])
+    content_before = content(places[0])
     ((why, other),) = resume(tmp_path, places)[0]
     assert why == other
     assert words in why
     assert "node 1" in why or "rank 1" in why
     assert "it may be intact, so nothing was changed: start again" in why
-    assert content(places[0]) == before
+    assert content(places[0]) == content_before
     monkeypatch.delenv("SETUP")
     assert resume(tmp_path, places)[0] == [["", ""]]
     assert all(is_whole(root, node, NEWER, SECOND) for node, root in enumerate(roots))

@@ -36,9 +36,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def memory() -> Iterator[BoardMemory]:
-    made = BoardMemory([0, 1])
-    yield made
-    made.close()
+    board_memory = BoardMemory([0, 1])
+    yield board_memory
+    board_memory.close()
 
 
 def rank(memory: BoardMemory, number: int) -> tuple[Board, Pace]:

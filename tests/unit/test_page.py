@@ -153,10 +153,10 @@ def test_what_a_job_says_is_text(tmp_path: Path) -> None:
     one.reason = one.next_action = "<script>alert(1)</script><img src=x>"
     one.events[0].data["detail"] = "<b onclick=x>"
     html = html_of(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False)))
-    made = Text(html)
-    assert made.loads == []
+    text = Text(html)
+    assert text.loads == []
     assert html.count("<script>") == 1
-    assert "<script>alert(1)</script><img src=x>" in str(made)
+    assert "<script>alert(1)</script><img src=x>" in str(text)
 
 
 def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def job(tmp_path: Path) -> Path:
     one.phases = Phases(detect=8, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5)
     one.silent = [3]
     one.events = [
-        msgspec.structs.replace(what, rank=rank, node=0, data={"detail": "x" * 300})
+        msgspec.structs.replace(event, rank=rank, node=0, data={"detail": "x" * 300})
         for rank in range(12)
-        for what in EVENTS
+        for event in EVENTS
     ] + EVENTS
     job = write(tmp_path, one)
     stacks = tmp_path / "stacks-1234" / "rank1.txt"

@@ -200,11 +200,11 @@ def test_a_rank_at_the_door_gives_both_steps() -> None:
     shares = {0: (Share("dense", 0, 2),), 1: (Share("dense", 1, 2),)}
     ahead = BoardRecord(0, phase=Phase.RUNNING, oldest=5, finished=5, ahead=5)
     at_the_door = BoardRecord(1, phase=Phase.READY, oldest=4, finished=4, ahead=5)
-    behind = BoardRecord(1, phase=Phase.RUNNING, oldest=4, finished=4, ahead=4)
+    board_record = BoardRecord(1, phase=Phase.RUNNING, oldest=4, finished=4, ahead=4)
     made = plan(groups_of(shares), {0: ahead, 1: at_the_door})
     assert isinstance(made, Plan)
     assert made.step == 5
-    assert isinstance(plan(groups_of(shares), {0: ahead, 1: behind}), NoPlan)
+    assert isinstance(plan(groups_of(shares), {0: ahead, 1: board_record}), NoPlan)
 
 
 @given(st.data())

@@ -76,8 +76,8 @@ def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[
     for rank in (0, 1):
         assert (processes[0].folder / f"seen{rank}").read_text() == f"{rank} {rank} 2 - -"
     # Where the first one comes late, a line has said so.
-    said = [line for line in second.log.splitlines() if not line.startswith("[ttp] waiting for ")]
-    assert said == ["[ttp] card 1 of 2 of this node: the process of card 0 runs ttprun"]
+    lines = [line for line in second.log.splitlines() if not line.startswith("[ttp] waiting for ")]
+    assert lines == ["[ttp] card 1 of 2 of this node: the process of card 0 runs ttprun"]
 
 
 def test_sigterm_to_all_processes_of_a_node(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_what_card_zero_refuses_reaches_the_others(zygote: subprocess.Popen[str]
 
 
 def test_what_a_platform_gets_wrong_is_one_line(launcher: Launcher) -> None:
-    ended = launcher.run(launcher.script("print('started')"), MA_NUM_HOSTS="two")
+    result = launcher.run(launcher.script("print('started')"), MA_NUM_HOSTS="two")
     line = (
         "ttprun: error: ModelArts: MA_NUM_HOSTS is 'two': it must be a number from 1 on; else give"
         " --ttp-platform none and torchrun's flags\n"
     )
-    assert (ended.code, ended.log) == (2, line)
-    ended = launcher.run("--ttp-platform", "none", launcher.script("print('started')"), MA_NUM_HOSTS="two")
-    assert (ended.code, ended.log) == (0, "started\n")
+    assert (result.code, result.log) == (2, line)
+    result = launcher.run("--ttp-platform", "none", launcher.script("print('started')"), MA_NUM_HOSTS="two")
+    assert (result.code, result.log) == (0, "started\n")

@@ -96,7 +96,7 @@ def test_one_that_cannot_be_imported_shows_no_traceback(
     install("other-part", "other", "import lab_that_is_not_here", group=group)
     (tmp_path / "script.py").touch()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "other-part")}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
         env=environment,
@@ -104,9 +104,9 @@ def test_one_that_cannot_be_imported_shows_no_traceback(
         text=True,
         check=False,
     )
-    assert done.returncode != 0
-    assert "the plug-in other of other-part cannot be loaded" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert completed.returncode != 0
+    assert "the plug-in other of other-part cannot be loaded" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_an_installation_that_is_older_than_its_sources_says_so(install: Install) -> None:

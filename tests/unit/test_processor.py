@@ -43,8 +43,8 @@ from tests.unit.trainee import CountingTrainee, Loop
 
 def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lost one had let the main thread through to step 5, not begun yet; the new one wants step 4."""
-    left = threading.Event()
-    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    event = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: event.set())
     monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
     memory = BoardMemory([0])
     board = Board(0, memory.path, memory.slots)
@@ -95,7 +95,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
             order(dump(2, 5, tmp_path / "second"))
             hears(Written)
             main.result()
-    assert_set(left)
+    assert_set(event)
     processor._connection.close()
     memory.close()
 
@@ -127,8 +127,8 @@ class AtWork:
 
 @pytest.fixture
 def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]:
-    left = threading.Event()
-    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    event = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: event.set())
     memory = BoardMemory([0])
     session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
     Loop(session, CountingTrainee()).begin(4)
@@ -136,8 +136,8 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]
     with agent:
         processor.start(session)
         assert isinstance(wire.receive(agent, wire.from_worker), Hello)
-        yield AtWork(session, agent, left)
-    assert_set(left)
+        yield AtWork(session, agent, event)
+    assert_set(event)
     processor._connection.close()
     memory.close()
 

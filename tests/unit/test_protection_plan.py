@@ -25,7 +25,7 @@ def model(parameters: float, tensor: int = 1, pipeline: int = 1, experts: float 
 
 
 def row(made: ProtectionPlan, kind: str) -> Replicas:
-    return next(one for one in made.replicas if one.kind == kind)
+    return next(replica for replica in made.replicas if replica.kind == kind)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_the_figures_are_those_of_the_page(
 def test_what_is_sent_is_what_the_page_says() -> None:
     sharing = Sharing(dense=16, experts=0, sharded=True, instances=1)
     made = plan(sharing, model(70e9 / 32, 8, 4), "split", 512, 8)
-    said = re.search(r"Calculated for the 70B model above: ([\d.]+) GB and ([\d.]+) GB", COSTS)
-    assert said is not None
+    match = re.search(r"Calculated for the 70B model above: ([\d.]+) GB and ([\d.]+) GB", COSTS)
+    assert match is not None
     sent = [row(made, kind).sent or 0.0 for kind in ("split", "mirror")]
-    assert [f"{each / 1e9:.1f}" for each in sent] == list(said.groups())
+    assert [f"{each / 1e9:.1f}" for each in sent] == list(match.groups())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_sent_is_what_the_page_says() -> None:
 def test_what_may_be_lost(d: int, tensor: int, per_node: int, split: str | None, mirror: str) -> None:
     sharing = Sharing(dense=d, experts=0, sharded=True, instances=1, tensor=tensor)
     made = plan(sharing, model(1e6, tensor), "mirror", d * tensor, per_node)
-    said = {one.kind: one.survives for one in made.replicas}
+    said = {replica.kind: replica.survives for replica in made.replicas}
     assert said.get("split") == split
     assert said["mirror"] == mirror
     assert said["none"] == "exceptions alone"
@@ -83,7 +83,7 @@ def test_experts_that_no_two_ranks_share(sizes: ModelSize | None) -> None:
     """Their size takes no memory for a copy that is never made; of what may be lost it says nothing."""
     sharing = Sharing(dense=4, experts=1, sharded=True, instances=1, expert=4)
     made = plan(sharing, sizes, "mirror", 4, 1)
-    assert [(one.kind, one.survives) for one in made.replicas] == [
+    assert [(replica.kind, replica.survives) for replica in made.replicas] == [
         ("mirror", "exceptions alone"),
         ("none", "exceptions alone"),
     ]

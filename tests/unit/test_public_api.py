@@ -38,8 +38,8 @@ def test_other_names_are_not_there() -> None:
 
 def test_importing_it_imports_nothing_else() -> None:
     script = "import sys, adaptor; print(*(n for n in sys.modules if n.startswith(('adaptor', 'torch'))))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["adaptor"]
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["adaptor"]
 
 
 CALLS = {
@@ -68,15 +68,17 @@ def test_nobody_has_enabled_it(
     inherited = {name: text for name, text in os.environ.items() if "TTP" not in name}
     script = f"import adaptor\n{before}\n{call}"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=False)
+    completed = subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, check=False
+    )
     if does_nothing:
-        assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+        assert (completed.returncode, completed.stdout) == (0, "None\n"), completed.stderr
         return
     words = (
         "TTP_HANG is '-1'" if environment else "this process was not started by ttprun: start the job with"
     )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    assert completed.returncode == 1
+    (line,) = completed.stderr.splitlines()
     assert line.startswith("adaptor: error: ")
     assert words in line
 

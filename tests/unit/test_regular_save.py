@@ -57,9 +57,9 @@ def test_other_steps_and_folders_keep_their_names() -> None:
 def test_a_dump_beside_a_save_is_none() -> None:
     seen = []
     with saves().regular("ckpt", 3):
-        beside = threading.Thread(target=lambda: seen.append(saves().renamed(f"ckpt/{FILE}")))
-        beside.start()
-        beside.join()
+        thread = threading.Thread(target=lambda: seen.append(saves().renamed(f"ckpt/{FILE}")))
+        thread.start()
+        thread.join()
     assert seen == [f"ckpt/{FILE}"]
 
 
@@ -76,9 +76,9 @@ def test_saves_in_two_threads() -> None:
             seen["other"] = saves().renamed("ckpt/iter_0000004/a.pt")
 
     with saves().regular("ckpt", 3):
-        beside = threading.Thread(target=save)
-        beside.start()
-        beside.join()
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
         seen["main"] = saves().renamed(f"ckpt/{FILE}")
     assert seen == {
         "other": "ckpt/iter_0000004_saving/a.pt",

@@ -117,10 +117,10 @@ def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
 
 def test_nodes_that_begin_together_come_by_address_those_with_the_store_first() -> None:
     apart = [dynamic_nodes.OrderedNode(f"127.0.0.{number}", 1, 0) for number in (2, 1)]
-    beside = dynamic_nodes.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
-    again = pickle.loads(pickle.dumps(dict.fromkeys((*apart, beside), "")))  # as torch's state travels
+    ordered_node = dynamic_nodes.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
+    again = pickle.loads(pickle.dumps(dict.fromkeys((*apart, ordered_node), "")))  # as torch's state travels
     assert [node.addr for node in sorted(again)] == ["127.0.0.3", "127.0.0.1", "127.0.0.2"]
-    assert set(again) == {*apart, beside}
+    assert set(again) == {*apart, ordered_node}
 
 
 def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first() -> None:
@@ -128,8 +128,8 @@ def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first()
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def agent(port: int, address: str) -> Any:
-        where = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, 2, address)
-        return Registry(registry).get_rendezvous_handler(where)
+        rendezvous_parameters = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, 2, address)
+        return Registry(registry).get_rendezvous_handler(rendezvous_parameters)
 
     beside, has_it = agent(other.port, "127.0.0.1"), agent(free_port(), "127.0.0.2")
     assert sorted([beside._this_node, has_it._this_node]) == [has_it._this_node, beside._this_node]

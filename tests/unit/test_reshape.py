@@ -134,9 +134,9 @@ def test_there_and_back(
     reshape.bring_to_sizes(job_arguments(save), FIRST)
     assert_whole(save, pristine, expected)
     output.finish()
-    said = capfd.readouterr().out
-    assert f"step 7 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed (TTP_RESHAPE)" in said
-    assert f"has TP1 PP1 now; what it was made from stays as {KEPT}, until somebody removes it" in said
+    stdout = capfd.readouterr().out
+    assert f"step 7 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed (TTP_RESHAPE)" in stdout
+    assert f"has TP1 PP1 now; what it was made from stays as {KEPT}, until somebody removes it" in stdout
 
 
 @pytest.mark.integration

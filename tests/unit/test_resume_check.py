@@ -85,11 +85,11 @@ def add_of_framework(root: Path, step: int, *, cut: bool = False) -> None:
 
 def resume(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
     """What is said."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream):
         resume_check.require_intact(root, save or root, chosen)
         assert output.drain(LONG_S)
-    return said.getvalue()
+    return stream.getvalue()
 
 
 def content(root: Path) -> dict[str, bytes]:
@@ -102,9 +102,9 @@ def folder(step: int) -> str:
 
 def assert_went_back(root: Path, before: dict[str, bytes], said: str, *words: str) -> None:
     """Step 20 is aside as it was, step 10 is untouched and named; one line says so."""
-    after = content(root)
-    assert after.pop(naming.TRACKER) == b"10"
-    assert after == {
+    content_after = content(root)
+    assert content_after.pop(naming.TRACKER) == b"10"
+    assert content_after == {
         name.replace(f"{folder(NEWER)}/", f"{naming.aside_name(NEWER, 1)}/"): value
         for name, value in before.items()
         if name != naming.TRACKER
@@ -119,9 +119,9 @@ def assert_went_back(root: Path, before: dict[str, bytes], said: str, *words: st
 
 
 def test_what_is_intact_is_left_as_it_is(root: Path) -> None:
-    before = content(root)
+    content_before = content(root)
     assert resume(root) == ""
-    assert content(root) == before
+    assert content(root) == content_before
 
 
 @given(
@@ -140,14 +140,14 @@ def test_any_changed_byte(pristine: Path, place: tuple[str, int], change: int) -
         text = bytearray(path.read_bytes())
         text[offset % len(text)] ^= change
         path.write_bytes(text)
-        before = content(root)
+        content_before = content(root)
         said = resume(root)
         if said or name != naming.MANIFEST:
-            assert_went_back(root, before, said, f"{folder(NEWER)}/")
+            assert_went_back(root, content_before, said, f"{folder(NEWER)}/")
             return
         true, changed = (manifest.read(where / folder(NEWER)) for where in (pristine, root))
         assert (changed.step, changed.files) == (true.step, true.files)
-        assert content(root) == before
+        assert content(root) == content_before
 
 
 def _shorten(root: Path) -> str:
@@ -212,8 +212,8 @@ def _two_files(root: Path) -> str:
 )
 def test_every_other_damage(root: Path, damage: Callable[[Path], str]) -> None:
     words = damage(root)
-    before = content(root)
-    assert_went_back(root, before, resume(root), words)
+    content_before = content(root)
+    assert_went_back(root, content_before, resume(root), words)
     assert resume(root) == ""
 
 
@@ -265,12 +265,12 @@ def test_one_of_the_framework_is_taken_where_it_seems_whole(root: Path) -> None:
 def test_a_save_of_the_framework_is_left_to_it(tmp_path: Path) -> None:
     add_of_framework(tmp_path, 5, cut=True)
     (tmp_path / naming.TRACKER).write_text("5")
-    before = content(tmp_path)
+    content_before = content(tmp_path)
     assert resume(tmp_path) == ""
     assert resume(tmp_path / "missing") == ""
     (tmp_path / naming.TRACKER).write_text("five")
     assert resume(tmp_path) == ""
-    assert {**content(tmp_path), naming.TRACKER: b"5"} == before
+    assert {**content(tmp_path), naming.TRACKER: b"5"} == content_before
 
 
 def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
@@ -344,10 +344,10 @@ def test_a_tracker_that_names_an_older_step_is_obeyed_and_the_later_one_is_named
 
 def refused(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
     """Why; nothing has been changed, and the reason is one line."""
-    before = content(root)
+    content_before = content(root)
     with pytest.raises(ResumeError) as caught:
         resume(root, save, chosen)
-    assert content(root) == before
+    assert content(root) == content_before
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -396,7 +396,7 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
     add(root, 30)
     for step in (NEWER, 30):
         (root / folder(step) / FILES[0]).write_bytes(b"damaged")
-    before = content(root)
+    content_before = content(root)
 
     for call in itertools.count(1):
         here = Path(shutil.copytree(root, tmp_path / str(call)))
@@ -409,14 +409,14 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
         left_overs.clean(here)  # as every start does
         resume(here)
         assert resume(here) == ""
-        after = content(here)
-        assert after.pop(naming.TRACKER) == b"10"
+        content_after = content(here)
+        assert content_after.pop(naming.TRACKER) == b"10"
         for step in (NEWER, 30):
             for name in FILES:
                 kept = f"{naming.aside_name(step, 1)}/{name}"
-                assert after[kept] == before[f"{folder(step)}/{name}"]
+                assert content_after[kept] == content_before[f"{folder(step)}/{name}"]
             assert not (here / folder(step)).exists()
-        assert len(after) == len(before) - 1
+        assert len(content_after) == len(content_before) - 1
     assert clock.calls.count("os.rename") == 3
 
 
@@ -469,8 +469,8 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
     ranks = start_ranks(tmp_path, 2, [folder for copy in copies for folder in (copy, copy)])
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
     said = [heard(text) for text in outputs]
-    assert not any(one["refused"] for lines in said for one in lines), "\n".join(outputs)
-    read = [name for lines in said for one in lines for name in one["read"]]
+    assert not any(line["refused"] for lines in said for line in lines), "\n".join(outputs)
+    read = [name for lines in said for line in lines for name in line["read"]]
     assert not any(name.endswith("large.pt") for name in read), "no rank reads all of it"
     assert [len(lines) for lines in said] == [len(copies)] * 2, "\n".join(outputs)
     assert [tracker.tracked_step(copy) for copy in copies] == [NEWER + 1, *[NEWER] * 4]
@@ -507,7 +507,7 @@ def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
     ]
     last = [sorted(lines[0]["read"]) for lines in said[2:]]
     assert sum((reads.count(f"{name}/small.pt") for reads in last), 0) == 1
-    assert [[one for one in reads if ":" in one] for reads in last] == [
+    assert [[read for read in reads if ":" in read] for reads in last] == [
         [f"{name}/a.pt:0-4", f"{name}/c.pt:4-6"],
         [f"{name}/a.pt:4-8", f"{name}/c.pt:6-8"],
     ]
@@ -540,12 +540,12 @@ def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, ki
     places = {rank: (root if rank < 2 else other).parent for rank in range(4)}
     ranks = start_ranks(tmp_path, 4, [Path(root.name)] * 2, own, places)
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [line for text in outputs for line in heard(text)]
-    assert len(said) == 4, "\n".join(outputs)
-    parts = sorted(each for line in said for each in line["read"] if "large.pt" in each)
+    lines = [line for text in outputs for line in heard(text)]
+    assert len(lines) == 4, "\n".join(outputs)
+    parts = sorted(each for line in lines for each in line["read"] if "large.pt" in each)
     halves = [f"{naming.final_name(NEWER + 1)}/large.pt:{part}" for part in ("0-2", "2-5")]
     assert parts == sorted([*halves, *halves])
-    assert {line["refused"] for line in said} == {""}
+    assert {line["refused"] for line in lines} == {""}
     if kind == "intact":
         assert (content(root), content(other)) == before
         return
@@ -593,13 +593,13 @@ def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> 
         own[rank]["LOADS"] = f"{loaded}/{naming.MODEL_FILE} __{rank}_"
     ranks = start_ranks(tmp_path, 3, [Path("save")] * 2, own, {0: places[0], 1: places[1], 2: places[1]})
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [line for text in outputs for line in heard(text)]
-    assert len(said) == 3, "\n".join(outputs)
-    (refused,) = {line["refused"] for line in said}
+    lines = [line for text in outputs for line in heard(text)]
+    assert len(lines) == 3, "\n".join(outputs)
+    (refused,) = {line["refused"] for line in lines}
     assert f"step {NEWER} is not whole on every node (node 1: {name}{why}" in refused or not why
     assert bool(refused) == bool(why)
     if kind == "intact":
-        blocks = [each for line in said for each in line["read"]]
+        blocks = [each for line in lines for each in line["read"]]
         assert sorted(blocks) == [f"{names[0]}/{naming.MODEL_FILE}:0-5", *_parts(names[1])]
 
 
@@ -637,7 +637,7 @@ def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path
 def test_what_cannot_be_read_is_not_given_up(
     root: Path, error: int | MemoryError, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = content(root)
+    content_before = content(root)
     name = FILES[0] if name == "shard" else name
     open_regular = disk.open_regular
 
@@ -654,13 +654,13 @@ def test_what_cannot_be_read_is_not_given_up(
     if isinstance(error, int):
         assert f"rank 0 on {platform.node()}: {root / folder(NEWER) / name}: cannot be read" in line
         assert "nothing was changed" in line
-    assert content(root) == before
+    assert content(root) == content_before
 
 
 def test_damage_counts_beside_what_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = content(root)
+    content_before = content(root)
     (root / folder(NEWER) / FILES[1]).unlink()
-    before.pop(f"{folder(NEWER)}/{FILES[1]}")
+    content_before.pop(f"{folder(NEWER)}/{FILES[1]}")
     open_regular = disk.open_regular
 
     def stale(path: Path) -> int:
@@ -671,4 +671,4 @@ def test_damage_counts_beside_what_cannot_be_read(root: Path, monkeypatch: pytes
     monkeypatch.setattr(disk, "open_regular", stale)
     said = resume(root)
     monkeypatch.undo()
-    assert_went_back(root, before, said, "missing")
+    assert_went_back(root, content_before, said, "missing")

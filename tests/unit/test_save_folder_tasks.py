@@ -82,8 +82,8 @@ for thread in threading.enumerate()[1:]:
     thread.join()
 print("torch.distributed.checkpoint.filesystem" in sys.modules)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ended.stdout == f"{expected}\n", ended.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert completed.stdout == f"{expected}\n", completed.stderr
 
 
 def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:

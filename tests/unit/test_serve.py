@@ -143,7 +143,7 @@ def job(tmp_path: Path) -> Path:
     (folder / "incidents").mkdir(parents=True)
     (folder / records.STATUS_FILE).write_bytes(msgspec.json.encode(status()))
     (folder / "incidents" / f"{incident().id}.json").write_bytes(msgspec.json.encode(incident()))
-    lines = b"".join(msgspec.json.encode(one) + b"\n" for one in EVENTS)
+    lines = b"".join(msgspec.json.encode(event) + b"\n" for event in EVENTS)
     (folder / records.EVENTS_FILE).write_bytes(lines)
     return folder
 
@@ -403,8 +403,8 @@ def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_p
         server_of(job, token=token)
     token.chmod(0o600)
     signer = certificates.Authority(tmp_path / "tls")
-    made = signer.settings()
-    certificate = (Path(made["TTP_TLS_CERT"]), Path(made["TTP_TLS_KEY"]))
+    settings = signer.settings()
+    certificate = (Path(settings["TTP_TLS_CERT"]), Path(settings["TTP_TLS_KEY"]))
     server = server_of(job, "0.0.0.0", token=token, certificate=certificate)
     trusts = ssl.create_default_context(cafile=signer.path)
     trusts.check_hostname = False
@@ -430,10 +430,10 @@ def test_a_taken_port_ends_ttprun_only_before_the_first_workers(
         hooks.begins(0, 2)
         with pytest.raises(ConfigError, match=f"^TTP_SERVE is {address}: the address cannot be had"):
             hooks.has_controller(job, took_over=False)
-        later = OperationsHooks(config.load({"TTP_SERVE": address}))
-        later.begins(1, 2)  # another node has the controller
-        later.begins(0, 1)
-        later.has_controller(job, took_over=False)
+        operations_hooks = OperationsHooks(config.load({"TTP_SERVE": address}))
+        operations_hooks.begins(1, 2)  # another node has the controller
+        operations_hooks.begins(0, 1)
+        operations_hooks.has_controller(job, took_over=False)
         output.finish()
     assert f"this node does not serve the job: TTP_SERVE is {address}: " in capsys.readouterr().err
 
@@ -567,8 +567,8 @@ def test_goodput_without_what_ranks_do_besides_steps() -> None:
     uses = {"data": 2.0, "evaluation": 12.0, "save": 5.0, "other": 1.0, "of a later version": 40.0}
     loads = iter(("4.5", "2.25"))
     events = [
-        msgspec.structs.replace(one, data={"load": next(loads)}) if one.type == "training" else one
-        for one in EVENTS
+        msgspec.structs.replace(event, data={"load": next(loads)}) if event.type == "training" else event
+        for event in EVENTS
     ]
     seconds = goodput(events, [summary()], newest=18, until=BEGAN + 100, uses=uses).seconds
     assert {use: seconds[use] for use in USES} == {use: uses[use] for use in USES}
@@ -580,7 +580,8 @@ def test_goodput_without_what_ranks_do_besides_steps() -> None:
 @pytest.mark.parametrize("load", ["1e9", "-3", "nan", "inf", "soon"])
 def test_no_reading_makes_more_time_than_there_was(load: str) -> None:
     events = [
-        msgspec.structs.replace(one, data={"load": load}) if one.type == "training" else one for one in EVENTS
+        msgspec.structs.replace(event, data={"load": load}) if event.type == "training" else event
+        for event in EVENTS
     ]
     seconds = goodput(events, [], newest=18, until=BEGAN + 100, uses={"data": 1e9, "save": 1e9}).seconds
     assert min(seconds.values()) >= 0.0

@@ -960,12 +960,12 @@ def test_phases_of_other_threads_say_nothing_of_the_training(worker: Worker) -> 
                 saving.set()
                 assert go_on.wait(LONG_S)
 
-        with Thread(save) as other:
+        with Thread(save) as thread:
             assert saving.wait(LONG_S)
             assert (worker.board.inside, worker.board.usual) == (5, -1.0)
             with protection.phase("evaluation"):
                 go_on.set()
-                other.result()
+                thread.result()
                 assert worker.board.usual == 0
         assert (worker.board.inside, worker.board.usual, worker.board.turns) == (5, -1.0, 2)
 
@@ -978,8 +978,8 @@ def test_a_loop_may_run_in_a_thread_of_its_own(worker: Worker) -> None:
         with protection.step(5), protection.phase("evaluation"):
             return worker.board.usual
 
-    with Thread(train) as other:
-        assert other.result() == 0
+    with Thread(train) as thread:
+        assert thread.result() == 0
 
 
 @pytest.mark.robustness("A1", "a step has no number", "one line that names it, not a traceback")

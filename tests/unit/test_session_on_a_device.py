@@ -145,10 +145,10 @@ def test_the_first_record_is_waited_for(worker: Worker, device: Queue) -> None:
     device.standing = True
     worker.loop.begin(4)
     worker.session.begin_step(5)
-    other = threading.Thread(target=device.go_on)
-    other.start()
+    other_thread = threading.Thread(target=device.go_on)
+    other_thread.start()
     assert worker.session.record_of(4) == record(4)
-    other.join()
+    other_thread.join()
 
 
 def test_a_record_that_is_not_there_yet_is_not_read(

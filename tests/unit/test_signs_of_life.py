@@ -102,8 +102,10 @@ def _signs(node: _NodeDesc, seconds: float) -> Callable[[Any], None]:
 
 
 def _agent(port: int, address: str, most: int) -> Rendezvous:
-    where = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, most, address, is_host=False)
-    return Registry(registry).get_rendezvous_handler(where)
+    rendezvous_parameters = RendezvousParameters(
+        "c10d", f"localhost:{port}", "job", 1, most, address, is_host=False
+    )
+    return Registry(registry).get_rendezvous_handler(rendezvous_parameters)
 
 
 def test_a_node_is_lost_when_its_sign_has_not_changed(around: Around) -> None:

@@ -41,16 +41,16 @@ def test_the_site_is_built(added: str, tmp_path: Path) -> None:
     configuration = configuration.replace("docs/site_links.py", str(ROOT / "docs/site_links.py"))
     configuration = configuration.replace("paths: [.]", f"paths: [{ROOT}]")
     (tmp_path / "mkdocs.yml").write_text(configuration)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
         capture_output=True,
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
-    said = [line for line in WRONG.values() if line in done.stderr]
-    assert (done.returncode == 0, said) == ((True, []) if added == RIGHT else (False, [*WRONG.values()])), (
-        done.stderr
-    )
+    lines = [line for line in WRONG.values() if line in completed.stderr]
+    assert (completed.returncode == 0, lines) == (
+        (True, []) if added == RIGHT else (False, [*WRONG.values()])
+    ), completed.stderr
     if added == RIGHT:
         # What is made of docstrings, and of the table of settings.
         for name, words in {

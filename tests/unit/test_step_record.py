@@ -73,12 +73,12 @@ def test_a_derived_schedule_is_the_framework_s_own(find: Callable[[], Path]) -> 
     except prepare.NotPreparedError as error:
         pytest.skip(str(error))
     here = Path(__file__).resolve().parents[2]
-    done = warm.run(
+    completed = warm.run(
         [sys.executable, "-c", textwrap.dedent(AGAINST_THE_FRAMEWORK)],
         env={**os.environ, "PYTHONPATH": f"{framework}{os.pathsep}{here}"},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "checked 900"
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    assert completed.stdout.strip() == "checked 900"
 
 
 class _Scheduler:

@@ -165,10 +165,10 @@ def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
     _change(url, f"{older}/{naming.MANIFEST}", b"{}")
     capsys.readouterr()
     assert _store("pull", url, tmp_path / "two") == 0
-    told = capsys.readouterr()
-    assert f"{newest}/{file}" in told.err
-    assert f"{older}/{naming.MANIFEST}" in told.err
-    assert "step 12 is in" in told.out
+    output = capsys.readouterr()
+    assert f"{newest}/{file}" in output.err
+    assert f"{older}/{naming.MANIFEST}" in output.err
+    assert "step 12 is in" in output.out
     assert contents(tmp_path / "two" / "iter_0000012") == contents(tmp_path / "one" / "iter_0000012")
     assert [path.name for path in (tmp_path / "two").glob("iter_*")] == ["iter_0000012"]
     assert _rows(url, capsys, "verify") == [(12, "intact"), (24, "damaged"), (36, "damaged")]
@@ -201,13 +201,13 @@ def test_another_checkpoint_of_the_same_step_and_sizes_is_not_the_one_that_is_pu
     url = f"file://{tmp_path}/store"
     folder = save(tmp_path / "one", 12, "transform", last_words=True)
     other = save(tmp_path / "two", 12, "transform", last_words=True)
-    before = contents(other)
+    contents_before = contents(other)
     store = open_store(url, make=True)
     push(store, tmp_path / "one", 12)
     assert not pull(store, tmp_path / "two").there
     assert contents(other) == contents(folder)
     (aside,) = (path for path in (tmp_path / "two").iterdir() if path.name.startswith("aside"))
-    assert contents(aside) == before
+    assert contents(aside) == contents_before
     assert pull(store, tmp_path / "two").there
 
 
@@ -401,9 +401,9 @@ def test_a_damaged_checkpoint_is_not_pushed(
         assert _store("push", url, tmp_path / "three") == 2
         assert f"{file}: has another size" in capsys.readouterr().err
         store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
-        left = [name for name in store.objects(naming.final_name(12)) if "/another1" in name]
-        assert [name for name in left if f"mp_rank_{number:02d}" in name] == []
-        store.delete(left)
+        names = [name for name in store.objects(naming.final_name(12)) if "/another1" in name]
+        assert [name for name in names if f"mp_rank_{number:02d}" in name] == []
+        store.delete(names)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run7", "file:///there/run7"])
@@ -437,10 +437,10 @@ def test_a_url_that_names_no_store_is_one_line(
     url: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _store("list", url) == 2
-    told = capsys.readouterr().err
-    assert why in told
-    assert len(told.splitlines()) == 1
-    assert "word" not in told
+    stderr = capsys.readouterr().err
+    assert why in stderr
+    assert len(stderr.splitlines()) == 1
+    assert "word" not in stderr
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -508,10 +508,10 @@ def test_later_steps_of_a_folder_stay(s3: str, tmp_path: Path, capsys: pytest.Ca
     save(tmp_path / "one", 12)
     assert _store("push", s3, tmp_path / "one") == 0
     later = save(tmp_path / "two", 24)
-    before = contents(later)
+    contents_before = contents(later)
     assert _store("pull", s3, tmp_path / "two") == 2
     assert "holds step 24, which is later than step 12" in capsys.readouterr().err
-    assert (contents(later), tracker.tracked_step(tmp_path / "two")) == (before, 24)
+    assert (contents(later), tracker.tracked_step(tmp_path / "two")) == (contents_before, 24)
 
 
 def test_a_store_without_its_package_is_one_line() -> None:
@@ -519,10 +519,10 @@ def test_a_store_without_its_package_is_one_line() -> None:
         "import sys; sys.modules['obstore'] = None\n"
         "from adaptor.launchers.cli.ttp import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "pip install '.[store]' in the folder of the adaptor's sources" in done.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert completed.returncode == 2
+    assert completed.stderr.count("\n") == 1
+    assert "pip install '.[store]' in the folder of the adaptor's sources" in completed.stderr
 
 
 def test_obs_has_the_bucket_in_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,18 +78,18 @@ def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pusher:
             assert pusher.stdin is not None
             assert pusher.stdout is not None
-            told = threading.Thread(target=_tell, args=(pusher.stdout, faults.held))
-            told.start()
+            thread = threading.Thread(target=_tell, args=(pusher.stdout, faults.held))
+            thread.start()
             pusher.stdin.write(f"{step}\n")
             pusher.stdin.flush()
             assert faults.held.wait(60)
             ended = len(faults.requests) <= number
             pusher.kill()
-        told.join()
+        thread.join()
         faults.release.set()
         if ended:
             break
-        committed = fault == "hold after" and any(_is_the_manifest(*one) for one in faults.requests)
+        committed = fault == "hold after" and any(_is_the_manifest(*request) for request in faults.requests)
         assert _all_are_intact(direct) == ([6, step] if committed else [6]), (number, faults.requests)
         assert push.push(direct, root, step).there == committed
         assert _all_are_intact(direct) == [6, step], number
@@ -167,12 +167,12 @@ def test_credentials_that_are_refused_are_one_line(faults: FaultProxy, url: str,
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store"]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     for action in (["list", url], ["push", url, str(tmp_path / "one")], ["pull", url, str(tmp_path / "two")]):
-        done = subprocess.run([*command, *action], capture_output=True, text=True, env=environment)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1, done.stderr
-        assert "does not allow these credentials to" in done.stderr
-        assert "403 Forbidden" in done.stderr
-        assert object_store.CREDENTIALS["AWS_ACCESS_KEY_ID"] not in done.stderr
+        completed = subprocess.run([*command, *action], capture_output=True, text=True, env=environment)
+        assert completed.returncode == 2
+        assert completed.stderr.count("\n") == 1, completed.stderr
+        assert "does not allow these credentials to" in completed.stderr
+        assert "403 Forbidden" in completed.stderr
+        assert object_store.CREDENTIALS["AWS_ACCESS_KEY_ID"] not in completed.stderr
 
 
 def test_a_pull_onto_a_full_disk_leaves_nothing(
@@ -192,10 +192,10 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
         "try: pull.pull(open_store(sys.argv[1], sys.argv[2]), Path(sys.argv[3]))\n"
         "except CheckpointError as error: print(error)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, url, server, str(root)], capture_output=True, text=True, check=True
     )
-    assert "File too large" in done.stdout
+    assert "File too large" in completed.stdout
     assert list(root.iterdir()) == []
 
 
@@ -266,9 +266,9 @@ def test_a_command_that_fails_waits_for_no_other_request(
     faults.begin(_one_is_refused_and_another_held)
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 2
-    assert "does not allow these credentials to read" in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert completed.returncode == 2
+    assert "does not allow these credentials to read" in completed.stderr
 
 
 def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:

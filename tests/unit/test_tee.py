@@ -47,10 +47,10 @@ def log(tmp_path: Path) -> str:
 def test_what_a_worker_writes_is_copied(launcher: Launcher) -> None:
     script = launcher.script("import os\nos.write(1, b'to stdout\\n')\nos.write(2, b'to stderr\\n')\n")
     patient = f"from adaptor import output\noutput.DRAIN_S = {LONG_S}"
-    ended = launcher.run(*ONE, "--tee", "3", script, before=patient)
-    assert ended.code == 0, ended.log
-    lines = ended.log.splitlines()
-    assert [lines.count(f"[default0]:to {stream}") for stream in ("stdout", "stderr")] == [1, 1], ended.log
+    result = launcher.run(*ONE, "--tee", "3", script, before=patient)
+    assert result.code == 0, result.log
+    lines = result.log.splitlines()
+    assert [lines.count(f"[default0]:to {stream}") for stream in ("stdout", "stderr")] == [1, 1], result.log
 
 
 def test_lines_of_several_ranks_are_whole_and_in_order(

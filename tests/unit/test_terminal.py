@@ -67,11 +67,11 @@ def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
     if words[0] == "ttp":
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        completed = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     else:  # it imports torch
-        done = warm.run(command, stdout=write)
+        completed = warm.run(command, stdout=write)
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert (completed.returncode, completed.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
@@ -79,8 +79,8 @@ def test_a_disk_that_is_full(flags: tuple[str, ...], tmp_path: Path) -> None:
     """As `ttp verify SAVE > file`: it is no finding of the command, whose exit code is 1."""
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "verify", str(tmp_path), *flags]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "ttp: error: [Errno 28] No space left on device\n")
+        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (2, "ttp: error: [Errno 28] No space left on device\n")
 
 
 def test_a_disk_that_is_full_for_a_list_of_a_store(tmp_path: Path) -> None:
@@ -94,6 +94,6 @@ def test_a_disk_that_is_full_for_a_list_of_a_store(tmp_path: Path) -> None:
         "--json",
     ]
     with Path("/dev/full").open("w") as full:
-        done = warm.run(command, stdout=full)
+        completed = warm.run(command, stdout=full)
     line = "ttp: error: [Errno 28] No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, line)
+    assert (completed.returncode, completed.stderr) == (2, line)

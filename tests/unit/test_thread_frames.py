@@ -29,7 +29,7 @@ print(gc.isenabled())
 
 
 def test_no_collection_begins_while_frames_are_read() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=LONG_S
     )
-    assert done.stdout.split("\n") == ["201 True all_frames", "False", ""]
+    assert completed.stdout.split("\n") == ["201 True all_frames", "False", ""]

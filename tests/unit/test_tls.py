@@ -101,8 +101,8 @@ def test_another_signer(authority: Authority, tmp_path: Path) -> None:
 @pytest.fixture
 def files(authority: Authority, tmp_path: Path) -> dict[str, str]:
     """Certificates of this node, in a folder of its own."""
-    made = authority.settings("first")
-    return {name: str(shutil.copy(path, tmp_path / name)) for name, path in made.items()}
+    settings = authority.settings("first")
+    return {name: str(shutil.copy(path, tmp_path / name)) for name, path in settings.items()}
 
 
 def test_files_that_have_not_changed_are_not_read_again(files: dict[str, str]) -> None:

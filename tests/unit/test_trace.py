@@ -43,7 +43,7 @@ def test_parts_and_rows(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert ttp.main(["report", str(recorded / "job_7"), "--trace", "-o", str(out)]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: the trace of incident ")
     trace = json.loads(out.read_text())
-    parts = {one["name"]: (one["ts"], one["dur"]) for one in entries(trace, "X", pid=0)}
+    parts = {entry["name"]: (entry["ts"], entry["dur"]) for entry in entries(trace, "X", pid=0)}
     assert {name: pytest.approx(times, abs=20) for name, times in parts.items()} == {
         "detect": (0, 20_000),
         "freeze": (20_000, 30_000),
@@ -53,12 +53,12 @@ def test_parts_and_rows(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFi
         "load": (parts["restart"][0] + parts["restart"][1], 2_000_000),
         "first step": (parts["load"][0] + parts["load"][1], parts["first step"][1]),
     }
-    (rank_0,) = (one for one in entries(trace, "X", pid=1, tid=1) if one["name"] == "freeze")
+    (rank_0,) = (entry for entry in entries(trace, "X", pid=1, tid=1) if entry["name"] == "freeze")
     assert (rank_0["ts"], rank_0["dur"]) == pytest.approx((20_000, 30_000), abs=20)
-    names = {(one["pid"], one.get("tid")): one["args"]["name"] for one in entries(trace, "M")}
+    names = {(entry["pid"], entry.get("tid")): entry["args"]["name"] for entry in entries(trace, "M")}
     assert (names[1, 1], names[2, 2], names[2, None]) == ("rank 0", "rank 1, blamed", "node 1 n1")
-    assert [one["name"] for one in entries(trace, "i", pid=2, tid=2)] == ["fault-noticed", "died"]
-    assert all(one["ts"] >= 0 for one in trace["traceEvents"] if "ts" in one)
+    assert [entry["name"] for entry in entries(trace, "i", pid=2, tid=2)] == ["fault-noticed", "died"]
+    assert all(event["ts"] >= 0 for event in trace["traceEvents"] if "ts" in event)
 
 
 def test_an_incident_that_is_not_there(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,4 +87,4 @@ def test_an_incident_without_an_event(job: Path) -> None:  # noqa: F811
     one = msgspec.json.decode(path.read_bytes(), type=IncidentRecord)
     one.events = []
     one.blamed = None
-    assert [each["name"] for each in entries(chrome_trace(one), "X")] == []
+    assert [entry["name"] for entry in entries(chrome_trace(one), "X")] == []

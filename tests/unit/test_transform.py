@@ -332,8 +332,8 @@ def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
 def test_a_file_cannot_rename_what_is_written(tmp_path: Path, attack: bytes) -> None:
     """A class of the framework that is written as another one would run when DST is loaded."""
     torch.save({}, tmp_path / "file.pt")
-    with zipfile.ZipFile(tmp_path / "file.pt") as before:
-        members = {name: before.read(name) for name in before.namelist()}
+    with zipfile.ZipFile(tmp_path / "file.pt") as zip_file:
+        members = {name: zip_file.read(name) for name in zip_file.namelist()}
     with zipfile.ZipFile(tmp_path / "file.pt", "w", zipfile.ZIP_STORED) as after:
         for name, content in members.items():
             after.writestr(name, attack if name.endswith("data.pkl") else content)

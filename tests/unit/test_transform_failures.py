@@ -132,8 +132,8 @@ def test_any_value_that_is_wrong(
         torch.save(before, file)
         place[key] = right
         code = _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--rank", "tp=1,pp=1")
-        said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
-        assert (code, len(said)) in ((0, 0), (2, 1)), f"{key}: {code} {said}"
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
+        assert (code, len(lines)) in ((0, 0), (2, 1)), f"{key}: {code} {lines}"
         shutil.rmtree(tmp_path / "b", ignore_errors=True)
 
 
@@ -199,16 +199,16 @@ def _command(*arguments: object) -> list[str]:
 def test_a_disk_that_takes_no_more(tmp_path: Path, workers: int) -> None:
     """Here a limit for the size of a file: each write beyond it fails, as on a full disk."""
     small_checkpoint.write(tmp_path / "a")
-    ended = subprocess.run(
+    completed = subprocess.run(
         _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", workers),
         capture_output=True,
         text=True,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
     )
-    (line,) = (line for line in ended.stderr.splitlines() if not line.startswith("transform: "))
+    (line,) = (line for line in completed.stderr.splitlines() if not line.startswith("transform: "))
     assert line.endswith(f"/{naming.OPTIMIZER_FILE}: File too large")
-    assert ended.returncode == 2
+    assert completed.returncode == 2
     assert not (tmp_path / "b" / STEP_FOLDER).exists()
 
 
@@ -245,8 +245,8 @@ def test_no_signal_finds_locks_half_taken(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     command = _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", "2")
     command[3] = f"{INTERRUPTED_BETWEEN_TWO_LOCKS}\n{command[3]}"
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
-    assert ended.returncode == 0, ended.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

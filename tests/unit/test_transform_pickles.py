@@ -202,8 +202,8 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 def _write(file: Path, attack: bytes, method: int = zipfile.ZIP_STORED) -> None:
     """Write an archive of torch whose structure is the attack; it has a storage `0` of 12 bytes."""
     torch.save(torch.zeros(3), file)
-    with zipfile.ZipFile(file) as before:
-        members = {one: before.read(one) for one in before.namelist()}
+    with zipfile.ZipFile(file) as zip_file:
+        members = {one: zip_file.read(one) for one in zip_file.namelist()}
     with zipfile.ZipFile(file, "w", method) as after:
         for one, content in members.items():
             after.writestr(one, attack if one.endswith("data.pkl") else content)
@@ -279,8 +279,8 @@ def test_the_command_says_it_in_one_line(
     folder = tmp_path / "a" / naming.final_name(small_checkpoint.STEP) / "mp_rank_00"
     renamed = _NAMESPACE + with_slots(__module__="bomb", __qualname__="Boom") + b"0"
     for file in (folder / naming.MODEL_FILE, folder / naming.OPTIMIZER_FILE):
-        with zipfile.ZipFile(file) as before:
-            members = {one: before.read(one) for one in before.namelist()}
+        with zipfile.ZipFile(file) as zip_file:
+            members = {one: zip_file.read(one) for one in zip_file.namelist()}
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as after:
             for one, content in members.items():
                 hostile = content[:2] + renamed + content[2:]

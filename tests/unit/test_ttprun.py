@@ -43,17 +43,17 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "flags.parse = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
     )
-    ended = launcher.run(*ONE, launcher.script("print('started')"), before=while_torch_is_imported)
+    result = launcher.run(*ONE, launcher.script("print('started')"), before=while_torch_is_imported)
     line = "[ttp] ended by SIGINT, before anything was started\n"
-    assert (ended.code, ended.log) == (128 + signal.SIGINT, line)
+    assert (result.code, result.log) == (128 + signal.SIGINT, line)
 
 
 @pytest.mark.parametrize("module", ["adaptor.launchers.cli.ttprun", "asyncio", "torch"])
 def test_ctrl_c_while_the_launcher_is_imported(module: str, tmp_path: Path) -> None:
     program = interrupted_in_import("adaptor.launchers.cli.entry", module)
-    done = run_here(tmp_path, sys.executable, "-c", program)
+    completed = run_here(tmp_path, sys.executable, "-c", program)
     line = "[ttp] ended by SIGINT, before anything was started\n"
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", line)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (128 + signal.SIGINT, "", line)
 
 
 BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what}\n{rest}\n"
@@ -76,18 +76,18 @@ def test_a_job_ends_with_the_code_of_the_worker_that_failed(
     launcher: Launcher, what: str, code: int, words: str
 ) -> None:
     script = launcher.script(BY_RANK.format(rank=1, what=what, rest=WAIT))
-    ended = launcher.run(*TWO, script)
-    assert ended.code == code, ended.log
+    result = launcher.run(*TWO, script)
+    assert result.code == code, result.log
     told = "nothing to save: no step has finished since this start: training had not begun on every rank"
-    assert ended.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
+    assert result.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
     if "two" in what:
-        assert "lines" in ended.log, "all of it is said before"
+        assert "lines" in result.log, "all of it is said before"
 
 
 def test_a_note_on_an_exception_is_not_the_exception(launcher: Launcher) -> None:
     what = "e = ValueError('boom'); e.__notes__ = ['a note']; raise e"
-    ended = launcher.run(*ONE, launcher.script(BY_RANK.format(rank=0, what=what, rest="")))
-    assert ended.last_line.startswith("[ttp] rank 0 raised ValueError: boom; ")
+    result = launcher.run(*ONE, launcher.script(BY_RANK.format(rank=0, what=what, rest="")))
+    assert result.last_line.startswith("[ttp] rank 0 raised ValueError: boom; ")
 
 
 def test_a_restart(launcher: Launcher) -> None:
@@ -97,12 +97,12 @@ def test_a_restart(launcher: Launcher) -> None:
         "print(f'start {count} of {os.environ[\"TTP_GENERATION\"]}', flush=True)\n"
         "sys.exit(0 if count == '2' else 5)\n"
     )
-    ended = launcher.run(*ONE, "--max-restarts", "3", script)
-    assert ended.code == 0, ended.log
-    starts = [line for line in ended.log.splitlines() if line.startswith("start ")]
+    result = launcher.run(*ONE, "--max-restarts", "3", script)
+    assert result.code == 0, result.log
+    starts = [line for line in result.log.splitlines() if line.startswith("start ")]
     assert [line.split()[1] for line in starts] == ["0", "1", "2"]
     assert len({line.split()[3] for line in starts}) == 3, "each generation has keys of its own"
-    assert ended.log.count("[ttp] rank 0 raised SystemExit: 5") == 2
+    assert result.log.count("[ttp] rank 0 raised SystemExit: 5") == 2
 
 
 TRAINS = """
@@ -131,32 +131,32 @@ while step < 9:
 )
 def test_a_fault_that_comes_again_and_again(launcher: Launcher) -> None:
     script = launcher.script(TRAINS.format(what="if step == 8: raise ValueError('bad sample')"))
-    ended = launcher.run(*ONE, "--max-restarts", "10", script)
-    assert (ended.code, starts(ended)) == (79, 3), ended.log
+    result = launcher.run(*ONE, "--max-restarts", "10", script)
+    assert (result.code, starts(result)) == (79, 3), result.log
     stop = "ValueError at script.py:15 came 3 times after step 7 without a newer checkpoint (TTP_NO_PROGRESS)"
-    assert f"; not started again: {stop}; the newest checkpoint in " in ended.last_line
-    assert ended.last_line.startswith("[ttp] rank 0 raised ValueError: bad sample; nothing to save: ")
+    assert f"; not started again: {stop}; the newest checkpoint in " in result.last_line
+    assert result.last_line.startswith("[ttp] rank 0 raised ValueError: bad sample; nothing to save: ")
 
 
 @pytest.mark.robustness("A3", "the same signal in the same step at each start", "the third time ends the job")
 def test_a_signal_that_comes_again_and_again(launcher: Launcher) -> None:
     script = launcher.script(TRAINS.format(what="if step == 8: os.kill(os.getpid(), 11)"))
-    ended = launcher.run(*ONE, "--max-restarts", "10", script)
-    assert (ended.code, starts(ended)) == (79, 3), ended.log
-    assert "; not started again: SIGSEGV came 3 times after step 7 without a newer " in ended.last_line
+    result = launcher.run(*ONE, "--max-restarts", "10", script)
+    assert (result.code, starts(result)) == (79, 3), result.log
+    assert "; not started again: SIGSEGV came 3 times after step 7 without a newer " in result.last_line
 
 
 @pytest.mark.robustness("A3", "a fault in a later step at each start", "all restarts are used")
 def test_a_job_that_makes_progress_uses_its_restarts(launcher: Launcher) -> None:
     again = "if step == 2 * (1 + int(os.environ['TORCHELASTIC_RESTART_COUNT'])): raise ValueError"
-    ended = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=again)))
-    assert (ended.code, starts(ended)) == (0, 5), ended.log
+    result = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=again)))
+    assert (result.code, starts(result)) == (0, 5), result.log
 
 
 def test_as_often_as_one_likes(launcher: Launcher) -> None:
     script = launcher.script("print('start', flush=True)\nraise ValueError\n")
-    ended = launcher.run(*ONE, "--max-restarts", "4", "--ttp-no-progress", "0", script)
-    assert (ended.code, starts(ended)) == (1, 5), ended.log
+    result = launcher.run(*ONE, "--max-restarts", "4", "--ttp-no-progress", "0", script)
+    assert (result.code, starts(result)) == (1, 5), result.log
 
 
 # The first that fails ends the other, which may not have come so far.
@@ -187,11 +187,11 @@ waiting.exist(Path("here0"), Path("here1"))
     ids=["arguments", "import", "name", "syntax", "driver"],
 )
 def test_a_mistake_is_not_tried_again(what: str, code: int, launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"))
-    assert ended.code == code, ended.log
-    assert starts(ended) == 2, "once on each rank"
-    assert ended.last_line.endswith("; not started again: another start would fail in the same way"), (
-        ended.log
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"))
+    assert result.code == code, result.log
+    assert starts(result) == 2, "once on each rank"
+    assert result.last_line.endswith("; not started again: another start would fail in the same way"), (
+        result.log
     )
 
 
@@ -204,8 +204,8 @@ def test_what_worked_once_is_no_mistake(launcher: Launcher) -> None:
         "if count == '0': os._exit(3)\n"
         "if count == '1': import no_such_module\n"
     )
-    ended = launcher.run(*ONE, "--max-restarts", "3", script)
-    assert (ended.code, starts(ended)) == (0, 3), ended.log
+    result = launcher.run(*ONE, "--max-restarts", "3", script)
+    assert (result.code, starts(result)) == (0, 3), result.log
 
 
 # A script may end before its agent has heard that it trains; the last restart has no line then.
@@ -223,23 +223,23 @@ waiting.written(here, lambda: "restart 2 of 3: from step" in Path("log").read_te
 def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     count = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
     fails = f"if step == 3 * (1 + {count}) < 9: raise ValueError(os.getpid())"
-    ended = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails) + IS_SEEN))
-    assert ended.code == 0, ended.log
-    said = [line for line in ended.log.splitlines() if line.startswith("[ttp] ")]
+    result = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails) + IS_SEEN))
+    assert result.code == 0, result.log
+    lines = [line for line in result.log.splitlines() if line.startswith("[ttp] ")]
     # The line of the first finished step comes from a worker, before or after that of the restart.
-    protected = [line for line in said if line.startswith("[ttp] protected from step ")]
+    protected = [line for line in lines if line.startswith("[ttp] protected from step ")]
     begun = [f"[ttp] protected from step {step} (split; any 1 rank)" for step in (1, 3, 6)]
-    assert protected == begun, ended.log
+    assert protected == begun, result.log
     # Once, not at each start.
     restarts = (
         "[ttp] online recovery: no (its training loop cannot be called again); a fault restarts all ranks"
     )
-    assert said.count(restarts) == 1, ended.log
-    said = [line for line in said if line not in (*protected, restarts)]
+    assert lines.count(restarts) == 1, result.log
+    lines = [line for line in lines if line not in (*protected, restarts)]
     utc = r"\[ttp\] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
     expected = []
     for number, step in ((1, 2), (2, 5)):
-        pid = re.findall(r"raised ValueError: (\d+);", ended.log)[number - 1]
+        pid = re.findall(r"raised ValueError: (\d+);", result.log)[number - 1]
         report = re.escape(f"{launcher.folder}/logs/") + rf"[\dTZ]+-\d+/incidents/[\dTZ]+-{number}\.json"
         who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
         expected += [
@@ -254,9 +254,9 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
         assert json.loads(path.read_text())["blamed"] == 0
     sums = f"2 incidents, 0 steps lost; reports in {path.parent}"
     expected.append(rf"{utc}the job has come to its end, {re.escape(sums)}")
-    assert len(said) == len(expected), ended.log
-    assert all(map(re.fullmatch, expected, said)), ended.log
-    assert ended.last_line == said[-1]
+    assert len(lines) == len(expected), result.log
+    assert all(map(re.fullmatch, expected, lines)), result.log
+    assert result.last_line == lines[-1]
 
 
 # A survivor whose collective breaks, in the words of gloo, and another rank that is killed.
@@ -289,26 +289,26 @@ run.run = shown
     "torch's summary names rank 1 alone; nothing of rank 0 stands before the verdict",
 )
 def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY)
-    assert ended.code == 137, ended.log
-    summary = ended.log[ended.log.index("Failures:") :]
+    result = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY)
+    assert result.code == 137, result.log
+    summary = result.log[result.log.index("Failures:") :]
     assert "<NO_OTHER_FAILURES>" in summary
     root = summary[summary.index("Root Cause (first observed failure):") :]
     assert "rank      : 1 (local_rank: 1)" in root
     assert "exitcode  : -9 (pid: " in root
-    assert "GLHF" not in ended.log, "the report has it"
-    assert "failed (exitcode" not in ended.log
-    assert ended.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; ")
+    assert "GLHF" not in result.log, "the report has it"
+    assert "failed (exitcode" not in result.log
+    assert result.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; ")
     (report,) = launcher.folder.glob("logs/*/incidents/*.json")
     assert json.loads(report.read_text())["blamed"] == 1
 
 
 def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launcher) -> None:
     what = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] no route')"
-    ended = launcher.run(*ONE, launcher.script(what))
-    assert ended.code == 1, ended.log
-    assert "Traceback (most recent call last):" in ended.log
-    assert ended.last_line.startswith("[ttp] rank 0 raised RuntimeError: [gloo/")
+    result = launcher.run(*ONE, launcher.script(what))
+    assert result.code == 1, result.log
+    assert "Traceback (most recent call last):" in result.log
+    assert result.last_line.startswith("[ttp] rank 0 raised RuntimeError: [gloo/")
 
 
 def test_a_death_while_torch_looks_at_its_workers(launcher: Launcher) -> None:
@@ -325,8 +325,8 @@ def poll(self):
 SubprocessContext._poll = poll
 """
     script = launcher.script("import threading\nthreading.Event().wait(1)\n")
-    ended = launcher.run(*TWO, script, before=before)
-    assert ended.code == 0, ended.log
+    result = launcher.run(*TWO, script, before=before)
+    assert result.code == 0, result.log
 
 
 def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, list[int]]:
@@ -358,12 +358,12 @@ def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launche
     before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     pid, workers = start_and_find_workers(launcher, before)
     os.kill(pid, by)
-    ended = launcher.wait(pid)
-    assert ended.code == 128 + by, ended.log
-    assert ended.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
+    result = launcher.wait(pid)
+    assert result.code == 128 + by, result.log
+    assert result.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
     host, logs = re.escape(socket.gethostname()), re.escape(f"{launcher.folder}/logs/")
     line = rf"^\[ttp\] \S+Z incident 1, ttprun \(pid {pid}, host {host}\), report {logs}\S+\.json$"
-    assert re.search(line, ended.log, re.MULTILINE), ended.log
+    assert re.search(line, result.log, re.MULTILINE), result.log
     assert all(is_gone(worker) for worker in workers)
 
 
@@ -382,12 +382,12 @@ def test_signals_that_come_again_and_again_are_one(launcher: Launcher) -> None:
 
     signals = threading.Thread(target=repeat)
     signals.start()
-    ended = launcher.wait(pid)
+    result = launcher.wait(pid)
     signals.join()
     os.close(ttprun)
-    assert ended.code in {128 + signal.SIGINT, 128 + signal.SIGHUP}, ended.log
-    assert ended.last_line.startswith("[ttp] ")
-    assert "Traceback" not in ended.log
+    assert result.code in {128 + signal.SIGINT, 128 + signal.SIGHUP}, result.log
+    assert result.last_line.startswith("[ttp] ")
+    assert "Traceback" not in result.log
     waiting.ended(workers)
 
 
@@ -406,9 +406,9 @@ def test_a_group_with_a_process_outside_of_the_job_has_torch_s_keys(launcher: La
         "other = has_prefix(f'tcp://127.0.0.1:{port}', '127.0.0.1', port)\n"
         "os.write(1, f'{own} {other}\\n'.encode())\n"
     )
-    ended = launcher.run(*ONE, script, ANOTHER_PORT=str(free_port()))
-    assert ended.code == 0, ended.log
-    assert "True False" in ended.log.splitlines()
+    result = launcher.run(*ONE, script, ANOTHER_PORT=str(free_port()))
+    assert result.code == 0, result.log
+    assert "True False" in result.log.splitlines()
 
 
 def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
@@ -433,12 +433,14 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     worker = int(file.read_text())
     stop(worker)
     os.kill(pid, signal.SIGTERM)
-    ended = launcher.wait(pid)
-    assert "Unable to shutdown process" not in ended.log, "as torch says when it has waited for half a minute"
-    assert ended.code == 128 + signal.SIGTERM, ended.log
-    assert "[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM\n" in ended.log
+    result = launcher.wait(pid)
+    assert "Unable to shutdown process" not in result.log, (
+        "as torch says when it has waited for half a minute"
+    )
+    assert result.code == 128 + signal.SIGTERM, result.log
+    assert "[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM\n" in result.log
     none = f"no checkpoint is in {launcher.folder}"
-    assert ended.last_line == f"[ttp] ended by SIGTERM, and the workers with it; {none}"
+    assert result.last_line == f"[ttp] ended by SIGTERM, and the workers with it; {none}"
     assert is_gone(worker)
 
 

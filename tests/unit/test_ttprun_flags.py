@@ -17,13 +17,13 @@ __all__ = ["clean", "launcher", "zygote"]
 
 
 def test_an_engine_that_is_not_installed(launcher: Launcher) -> None:
-    ended = launcher.run(*ONE, "--ttp-engine", "mindio", launcher.script("print('started')"))
-    assert ended.code == 2
-    assert ended.last_line == (
+    result = launcher.run(*ONE, "--ttp-engine", "mindio", launcher.script("print('started')"))
+    assert result.code == 2
+    assert result.last_line == (
         "ttprun: error: TTP_ENGINE is 'mindio', but mindio_ttp is not installed: install it, or leave "
         "TTP_ENGINE out"
     )
-    assert "started" not in ended.log
+    assert "started" not in result.log
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_codes_beside_an_sdk(does: str, code: int, launcher: Launcher) -> None:
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text("\n".join(f"{name} = None" for name in client.NEEDED))
-    ended = launcher.run(
+    result = launcher.run(
         *ONE, "--ttp-engine", "mindio", launcher.script(does), before="import sys; sys.path.insert(0, 'sdk')"
     )
-    assert ended.code == code, ended.log
+    assert result.code == code, result.log
     # What torch makes of it is not said of a job that was refused.
-    refused = "ttprun: error: no such thing" in ended.log.splitlines()
-    assert (refused, "Root Cause" in ended.log) == (code == 2, code != 2)
+    refused = "ttprun: error: no such thing" in result.log.splitlines()
+    assert (refused, "Root Cause" in result.log) == (code == 2, code != 2)
 
 
 @pytest.mark.usefixtures("clean")
@@ -274,9 +274,9 @@ def test_what_makes_no_sense_starts_nothing(
 
 
 def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
-    ended = launcher.run(*ONE, launcher.script("print('started')"), TTP_HNAG="0")
+    result = launcher.run(*ONE, launcher.script("print('started')"), TTP_HNAG="0")
     line = "ttprun: error: TTP_HNAG is set: there is no such setting; TTP_HANG is one\n"
-    assert (ended.code, ended.log) == (2, line)
+    assert (result.code, result.log) == (2, line)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +288,10 @@ def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
     ],
 )
 def test_what_torch_does_not_start(arguments: list[str], line: str, launcher: Launcher) -> None:
-    ended = launcher.run(*arguments, launcher.script("print('started')"))
-    assert ended.code == 2
-    assert "Traceback" not in ended.log
-    assert ended.last_line.startswith(f"ttprun: error: torch does not start: {line}")
+    result = launcher.run(*arguments, launcher.script("print('started')"))
+    assert result.code == 2
+    assert "Traceback" not in result.log
+    assert result.last_line.startswith(f"ttprun: error: torch does not start: {line}")
 
 
 @pytest.mark.usefixtures("clean")

@@ -68,20 +68,22 @@ def test_several_machines_speak_tls(arguments: list[str], refused: bool) -> None
 @pytest.mark.usefixtures("clean")
 def test_several_machines_with_certificates(tmp_path: Path) -> None:
     files = Authority(tmp_path / "signer").settings()
-    given = [text for name, path in files.items() for text in (f"--{name.lower().replace('_', '-')}", path)]
-    parsed = flags.parse(["--nnodes", "2", "--master-addr", "10.0.0.1", *given, "script.py"])
+    texts = [text for name, path in files.items() for text in (f"--{name.lower().replace('_', '-')}", path)]
+    parsed = flags.parse(["--nnodes", "2", "--master-addr", "10.0.0.1", *texts, "script.py"])
     start_checks.require_safe_connections(parsed, config.load())
 
 
 def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launcher) -> None:
     script = launcher.script(LOOK)
-    ended = launcher.run("--nnodes", "2", "--master-addr", "10.0.0.1", script)
-    assert ended.code == 2
-    (line,) = ended.log.splitlines()
+    result = launcher.run("--nnodes", "2", "--master-addr", "10.0.0.1", script)
+    assert result.code == 2
+    (line,) = result.log.splitlines()
     assert line.startswith("ttprun: error: --nnodes 2 and no certificates: ")
-    ended = launcher.run("--ttp-tls-cert", "c.pem", "--ttp-tls-key", "k.pem", "--ttp-tls-ca", "a.pem", script)
-    (line,) = ended.log.splitlines()
-    assert (ended.code, line) == (
+    result = launcher.run(
+        "--ttp-tls-cert", "c.pem", "--ttp-tls-key", "k.pem", "--ttp-tls-ca", "a.pem", script
+    )
+    (line,) = result.log.splitlines()
+    assert (result.code, line) == (
         2,
         "ttprun: error: TTP_TLS_CERT is 'c.pem': the file cannot be read (No such file or directory)",
     )
@@ -90,8 +92,8 @@ def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launche
 @pytest.mark.parametrize("same", [True, False], ids=["one signer", "two signers"])
 def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     """Of one signer they train; of two, the one that comes says why it does not, in its last line."""
-    ours = Authority(tmp_path / "ours")
-    signers = [ours, ours if same else Authority(tmp_path / "theirs")]
+    authority = Authority(tmp_path / "ours")
+    signers = [authority, authority if same else Authority(tmp_path / "theirs")]
     ports = [str(port) for port in free_ports(2)]
     nodes, started = [], []
     for number, signer in enumerate(signers):
@@ -104,12 +106,12 @@ def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], 
     if same:
         assert [node.wait(pid).code for node, pid in zip(nodes, started, strict=True)] == [0, 0]
         return
-    ended = nodes[1].wait(started[1])
+    result = nodes[1].wait(started[1])
     os.kill(started[0], signal.SIGKILL)
     nodes[0].wait(started[0])
-    assert ended.code == 2
-    assert ended.last_line.startswith("ttprun: error: the controller at 127.0.0.1 port ")
-    assert ": certificate " in ended.last_line
+    assert result.code == 2
+    assert result.last_line.startswith("ttprun: error: the controller at 127.0.0.1 port ")
+    assert ": certificate " in result.last_line
 
 
 @pytest.mark.robustness(
@@ -167,13 +169,13 @@ def test_the_secret_of_a_job_is_seen_nowhere(way: str, zygote: subprocess.Popen[
 def test_a_port_that_another_job_has(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        ended = launcher.run("--master-port", port, launcher.script("print('started')"))
-    assert ended.code == 2
-    assert ended.last_line == (
+        result = launcher.run("--master-port", port, launcher.script("print('started')"))
+    assert result.code == 2
+    assert result.last_line == (
         f"ttprun: error: the port of 127.0.0.1:{port} is taken on this machine: another job has it, or what"
         " is left of one; choose another one (--master-port, or the port in --rdzv-endpoint)"
     )
-    assert "Traceback" not in ended.log
+    assert "Traceback" not in result.log
 
 
 @pytest.mark.robustness(
@@ -211,11 +213,11 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
 def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launcher) -> None:
     port = free_port()
     options = [text.format(port=port) for text in ("--nnodes", "2", "--master-port", "{port}", *arguments)]
-    ended = launcher.run(*options, launcher.script("print('started')"))
-    assert ended.code == 2, ended.log
-    assert ended.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
-    said = [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")]
-    assert said == [ended.last_line], "nor the stack of torch's C++ functions"
+    result = launcher.run(*options, launcher.script("print('started')"))
+    assert result.code == 2, result.log
+    assert result.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
+    texts = [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")]
+    assert texts == [result.last_line], "nor the stack of torch's C++ functions"
 
 
 @pytest.mark.robustness(
@@ -267,11 +269,11 @@ def test_nodes_that_are_awaited(
     waits = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
-    ended = launcher.wait(pid)
-    assert ended.code == 128 + by, ended.log
+    result = launcher.wait(pid)
+    assert result.code == 128 + by, result.log
     said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started"
     # On a slow machine a line has come before this node has met anybody, too.
-    assert [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
+    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
 
 
 @pytest.mark.robustness(
@@ -297,13 +299,13 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
-    ended = launcher.wait(pid)
-    assert ended.code == 128 + by, ended.log
+    result = launcher.wait(pid)
+    assert result.code == 128 + by, result.log
     said = (
         f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started"
     )
     # On a slow machine a line has come before this node has met anybody, too.
-    assert [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
+    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
@@ -318,10 +320,10 @@ def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) ->
         "threading.Thread.start = started\n"
     )
     where = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
-    ended = launcher.run(*where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted)
-    assert ended.code == 128 + by, ended.log
-    assert ended.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
-    assert ended.log.endswith("; nothing was started\n")
+    result = launcher.run(*where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted)
+    assert result.code == 128 + by, result.log
+    assert result.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
+    assert result.log.endswith("; nothing was started\n")
 
 
 @pytest.mark.robustness(
@@ -341,8 +343,8 @@ def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -
                 nodes[0].folder, lambda: "waiting for node 1 of 2 at " in nodes[0].log, "node 0 waits"
             )
     for node, pid in zip(nodes, started, strict=True):
-        ended = node.wait(pid)
-        assert (ended.code, ended.last_line) == (0, "trained"), ended.log
+        result = node.wait(pid)
+        assert (result.code, result.last_line) == (0, "trained"), result.log
 
 
 @pytest.mark.robustness(
@@ -380,9 +382,9 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
     nodes, started = start_two(zygote, tmp_path, text)
     for node, pid in zip(nodes, started, strict=True):
-        ended = node.wait(pid)
-        assert ended.code == 0, ended.log
-        assert ended.log.count("raised SystemExit: 5; nothing to save") == 1
+        result = node.wait(pid)
+        assert result.code == 0, result.log
+        assert result.log.count("raised SystemExit: 5; nothing to save") == 1
 
 
 @pytest.mark.robustness(
@@ -411,9 +413,9 @@ def test_no_node_starts_again(
 ) -> None:
     nodes, started = start_two(zygote, tmp_path, f"print('start', flush=True)\n{what}\n")
     for node, pid in zip(nodes, started, strict=True):
-        ended = node.wait(pid)
-        assert (ended.code, starts(ended)) == (code, count), ended.log
-        assert ended.last_line.endswith(words), ended.log
+        result = node.wait(pid)
+        assert (result.code, starts(result)) == (code, count), result.log
+        assert result.last_line.endswith(words), result.log
     # c10d says which of them has the controller.
     assert sum(", before training, report on node 0" in node.log for node in nodes) == 1
     assert sum(f", before training, report {node.folder}/logs/" in node.log for node in nodes) == 1
@@ -440,11 +442,11 @@ def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path:
     waits = f"[ttp] waiting for {where}"
     waiting.written(tmp_path, lambda: waits in since_the_verdict(), "it says for whom it waits")
     os.kill(started[0], signal.SIGINT)
-    ended = nodes[0].wait(started[0])
-    assert ended.code == 128 + signal.SIGINT, ended.log
-    assert ended.last_line.startswith(f"{verdict}nothing to save: "), ended.log
-    assert f"; ended by SIGINT while it waited for {where}" in ended.last_line
-    assert "Traceback" not in ended.log
+    result = nodes[0].wait(started[0])
+    assert result.code == 128 + signal.SIGINT, result.log
+    assert result.last_line.startswith(f"{verdict}nothing to save: "), result.log
+    assert f"; ended by SIGINT while it waited for {where}" in result.last_line
+    assert "Traceback" not in result.log
 
 
 # The other agent enters torch's exit barrier as the last one, and is slow: the agent with the store (HOST)
@@ -473,10 +475,10 @@ def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp
     host.write_text(str(started[0]))
     go.touch()
     for node, pid in zip(nodes, started, strict=True):
-        ended = node.wait(pid)
-        assert ended.code == 0, ended.log
-        assert "Error waiting on exit barrier" not in ended.log
-        assert "failed to shutdown the rendezvous" not in ended.log
+        result = node.wait(pid)
+        assert result.code == 0, result.log
+        assert "Error waiting on exit barrier" not in result.log
+        assert "failed to shutdown the rendezvous" not in result.log
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -490,10 +492,10 @@ def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str
     assert int((nodes[host].folder / "here").read_text()) == 0
     os.kill(started[host], signal.SIGKILL)
     nodes[host].wait(started[host])
-    ended = nodes[1 - host].wait(started[1 - host])
-    assert ended.code == 128 + signal.SIGKILL, ended.log
-    assert ended.last_line.startswith("[ttp] node 0 is lost; nothing to save: ")
-    assert "Traceback" not in ended.log
+    result = nodes[1 - host].wait(started[1 - host])
+    assert result.code == 128 + signal.SIGKILL, result.log
+    assert result.last_line.startswith("[ttp] node 0 is lost; nothing to save: ")
+    assert "Traceback" not in result.log
     events = [path for node in nodes for path in (node.folder / "logs").glob("*/events.jsonl")]
     assert len({path.parent.name for path in events}) == 1, "a node that takes over writes to the same folder"
     assert ['"took-over"' in path.read_text() for path in events] == [host == 1, host == 0]

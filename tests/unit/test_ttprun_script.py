@@ -17,10 +17,10 @@ __all__ = ["launcher", "zygote"]
 def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
     (launcher.folder / "deep").mkdir()
     arguments = ["--step=1", "-x", "--", "--nproc", "a b", ""]
-    ended = launcher.run(
+    result = launcher.run(
         *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44"
     )
-    assert ended.code == 0, ended.log
+    assert result.code == 0, result.log
     for rank in (0, 1):
         seen = launcher.seen(rank)
         assert seen["argv"] == ["deep/look.py", *arguments]
@@ -52,8 +52,8 @@ def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> 
     }[how]
     seen = []
     for enabled in ("True", "False"):
-        ended = launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x")
-        assert ended.code == 0, ended.log
+        result = launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x")
+        assert result.code == 0, result.log
         seen.append({name: what for name, what in launcher.seen().items() if name in LIKE_TORCHRUN})
     assert seen[0] == seen[1]
 
@@ -68,8 +68,8 @@ def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None
     (launcher.folder / "package").mkdir()
     launcher.script("", "package/__init__.py")
     launcher.script(LOOK, "package/look.py")
-    ended = launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env)
-    assert ended.code == 0, ended.log
+    result = launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env)
+    assert result.code == 0, result.log
     seen = launcher.seen()
     assert seen["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
     assert seen["name"] == "__main__"
@@ -157,8 +157,8 @@ def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[
     (tmp_path / "seen").unlink()
     script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", "import torch"))
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
-    done = run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe})
-    assert done.returncode == 0, done.stderr
+    completed = run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe})
+    assert completed.returncode == 0, completed.stderr
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     seen = json.loads((tmp_path / "seen").read_text())
     assert [seen[where][0] for where in expected] == [expected[where][0] for where in expected]
@@ -185,8 +185,8 @@ def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path:
     (tmp_path / "seen").unlink()
     script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", "import torch"))
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
-    done = run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script")
-    assert done.returncode == 0, done.stderr
+    completed = run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script")
+    assert completed.returncode == 0, completed.stderr
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     seen = json.loads((tmp_path / "seen").read_text())
     assert (seen["here"][0], seen["child"]) == (expected["here"][0], expected["child"])
@@ -205,9 +205,9 @@ def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
         "from adaptor.checkpoint import hashing\n"
         "print(secrets.mine, xxhash.mine, hasattr(hashing.xxhash, 'xxh3_128'))\n"
     )
-    ended = launcher.run(*ONE, launcher.script(text))
-    assert ended.code == 0, ended.log
-    assert "of the script of the script True" in ended.log
+    result = launcher.run(*ONE, launcher.script(text))
+    assert result.code == 0, result.log
+    assert "of the script of the script True" in result.log
 
 
 @pytest.mark.robustness(
@@ -220,9 +220,9 @@ def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> Non
     info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
-    ended = launcher.run(*TWO, script, before=before)
-    assert ended.code == 0, ended.log
-    (line,) = (line for line in ended.log.splitlines() if "distribution" in line)
+    result = launcher.run(*TWO, script, before=before)
+    assert result.code == 0, result.log
+    (line,) = (line for line in result.log.splitlines() if "distribution" in line)
     assert line == (
         "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
         " overwrites files of the other; uninstall both, then install the adaptor again: pip install . in the"
@@ -239,8 +239,8 @@ def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> Non
 def test_a_folder_as_the_script(launcher: Launcher) -> None:
     (launcher.folder / "job").mkdir()
     launcher.script(LOOK, "job/__main__.py")
-    ended = launcher.run(*ONE, "job", "-x")
-    assert ended.code == 0, ended.log
+    result = launcher.run(*ONE, "job", "-x")
+    assert result.code == 0, result.log
     seen = launcher.seen()
     assert (seen["argv"], seen["path"]) == (["job", "-x"], "job")
     assert str(launcher.folder) not in seen["paths"], "as under python itself"
@@ -249,8 +249,8 @@ def test_a_folder_as_the_script(launcher: Launcher) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
 def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
     """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
-    ended = launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1")
-    assert ended.code == 0, ended.log
+    result = launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1")
+    assert result.code == 0, result.log
     seen = launcher.seen()
     assert str(launcher.folder) not in seen["paths"], "as under python itself"
     assert str(ROOT) in seen["paths"]
@@ -258,8 +258,8 @@ def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
 
 def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
     script = launcher.script(LOOK)
-    ended = launcher.run(*ONE, "--ttp-enable", "False", script, "-x")
-    assert ended.code == 0, ended.log
+    result = launcher.run(*ONE, "--ttp-enable", "False", script, "-x")
+    assert result.code == 0, result.log
     seen = launcher.seen()
     assert seen["modules"] == [], "nothing of the adaptor is imported"
     assert seen["argv"] == [script, "-x"]
@@ -268,26 +268,26 @@ def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
 
 def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> None:
     script = launcher.script("import sys\nsys.exit(3)\n")
-    ended = launcher.run(*ONE, script, ENABLE_TTP="0")
+    result = launcher.run(*ONE, script, ENABLE_TTP="0")
     as_torch = "import adaptor.launchers.cli.ttprun as t, torch.distributed.run as r\nt.main = r.main"
     torchrun = launcher.run(*ONE, script, before=as_torch)
-    assert ended.code == torchrun.code == 1
-    assert ended.last_line == torchrun.last_line
-    assert "ChildFailedError" in ended.log
+    assert result.code == torchrun.code == 1
+    assert result.last_line == torchrun.last_line
+    assert "ChildFailedError" in result.log
 
 
 def test_switched_off_a_program_need_not_be_python(launcher: Launcher) -> None:
     program = launcher.folder / "run.sh"
     program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\n')
     program.chmod(0o700)
-    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False")
-    assert ended.code == 0, ended.log
-    assert "arguments: --flag, rank 0" in ended.log
+    result = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False")
+    assert result.code == 0, result.log
+    assert "arguments: --flag, rank 0" in result.log
 
 
 def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
-    ended = launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu")
-    assert ended.code == 0, ended.log
+    result = launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu")
+    assert result.code == 0, result.log
     seen = launcher.seen()
     assert "adaptor.devices.cpu" in seen["modules"]
     others = (
@@ -307,16 +307,16 @@ DOCTOR = ("-m", "adaptor.launchers.cli.ttp", "doctor", "--write-mib", "1")
 
 def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:
     """So each node of a job is looked at by whatever starts ttprun there: once, and nothing is left."""
-    ended = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu")
-    assert ended.code == 0, ended.log
-    assert ended.log.count(" checks, 0 failed") == 1
+    result = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu")
+    assert result.code == 0, result.log
+    assert result.log.count(" checks, 0 failed") == 1
     assert [path.name for path in launcher.folder.iterdir()] == ["log"], "no log folder, no save folder"
 
 
 def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77")
-    assert ended.code == 1, ended.log
-    assert ended.last_line.endswith(" checks, 1 failed")
+    result = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77")
+    assert result.code == 1, result.log
+    assert result.last_line.endswith(" checks, 1 failed")
 
 
 @pytest.mark.robustness(
@@ -325,9 +325,9 @@ def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> 
 @pytest.mark.parametrize("source", ["import megatron.training\n", "from megatron.training import pretrain\n"])
 def test_megatron_lm_without_an_accelerator(source: str, launcher: Launcher) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    ended = launcher.run(*ONE, launcher.script(f"print('started')\n{source}"), **hidden)
-    assert ended.code == 2
-    (line,) = ended.log.splitlines()
+    result = launcher.run(*ONE, launcher.script(f"print('started')\n{source}"), **hidden)
+    assert result.code == 2
+    (line,) = result.log.splitlines()
     assert line.startswith(
         "ttprun: error: torch finds no accelerator on this machine, and script.py is a scr"
     )
@@ -345,5 +345,5 @@ def test_megatron_lm_without_an_accelerator(source: str, launcher: Launcher) -> 
 )
 def test_a_script_that_needs_no_accelerator(source: str, arguments: list[str], launcher: Launcher) -> None:
     text = f"print('started', flush=True)\nif False:\n    import {source}\n"
-    ended = launcher.run(*ONE, *arguments, launcher.script(text), CUDA_VISIBLE_DEVICES="")
-    assert (ended.code, ended.log.count("started\n")) == (0, 1), ended.log
+    result = launcher.run(*ONE, *arguments, launcher.script(text), CUDA_VISIBLE_DEVICES="")
+    assert (result.code, result.log.count("started\n")) == (0, 1), result.log

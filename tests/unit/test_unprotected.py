@@ -87,9 +87,9 @@ def test_it_is_said_once(
     start: str, ranks: list[str], updates: str, by: str, request: pytest.FixtureRequest
 ) -> None:
     launcher: Launcher = request.getfixturevalue(by)
-    ended = launcher.run(*ranks, launcher.script(TRAIN.format(start=start, end="")), updates)
-    assert ended.code == 0, ended.log
-    (line,) = _lines(ended.log)
+    result = launcher.run(*ranks, launcher.script(TRAIN.format(start=start, end="")), updates)
+    assert result.code == 0, result.log
+    (line,) = _lines(result.log)
     assert line.startswith(LINE)
     assert line.endswith("or set ENABLE_TTP=False")
 
@@ -123,9 +123,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 def test_a_child_of_a_worker_does_not_take_its_place(script: str, launcher: Launcher) -> None:
     """It would write on the rank's board, and wait for ever for the lock that says that the rank lives."""
     launcher.script(CHILD, "child.py")
-    ended = launcher.run(*ONE, launcher.script(script))
-    assert ended.code == 0, ended.log
-    assert ended.log.count("this process was not started by ttprun itself, but by the script of a rank") == 1
+    result = launcher.run(*ONE, launcher.script(script))
+    assert result.code == 0, result.log
+    assert result.log.count("this process was not started by ttprun itself, but by the script of a rank") == 1
 
 
 @pytest.mark.robustness(
@@ -141,10 +141,10 @@ def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Lau
 
     waiting.written(warm_launcher.folder, is_known, "the agent knows that nothing is protected")
     os.kill(int(pid.read_text()), signal.SIGKILL)
-    ended = warm_launcher.wait(ttprun)
-    assert ended.code == 137, ended.log
-    assert "nothing to save: the job was not protected: SGD makes updates" in ended.last_line
-    assert "no step has finished" not in ended.log
+    result = warm_launcher.wait(ttprun)
+    assert result.code == 137, result.log
+    assert "nothing to save: the job was not protected: SGD makes updates" in result.last_line
+    assert "no step has finished" not in result.log
 
 
 DIES_ONCE = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -155,10 +155,10 @@ DIES_ONCE = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getp
 )
 def test_nobody_knows_how_many_steps_are_lost(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start="", end=DIES_ONCE))
-    ended = warm_launcher.run(*ONE, "--max-restarts", "1", script, "9")
-    assert ended.code == 0, ended.log
-    assert " the job has come to its end, 1 incident, steps lost: not known; " in ended.last_line
-    assert "0 steps lost" not in ended.log
+    result = warm_launcher.run(*ONE, "--max-restarts", "1", script, "9")
+    assert result.code == 0, result.log
+    assert " the job has come to its end, 1 incident, steps lost: not known; " in result.last_line
+    assert "0 steps lost" not in result.log
 
 
 # Rank 0 finishes step 11. Rank 1 was ready for it, but an error of the adaptor leaves its first update.
@@ -191,10 +191,10 @@ raise UnsupportedError("this optimizer keeps what cannot be copied")
     "A1", "a rank refuses to go on in its first step, which others have finished", "the step is saved"
 )
 def test_a_rank_that_refuses_while_others_train(launcher: Launcher) -> None:
-    ended = launcher.run(*TWO, launcher.script(REFUSES))
-    assert ended.code == 1, ended.log
-    assert "[ttp] rank 1 raised UnsupportedError: this optimizer keeps" in ended.last_line
-    assert "step 11 is saved, no finished step is lost" in ended.last_line
+    result = launcher.run(*TWO, launcher.script(REFUSES))
+    assert result.code == 1, result.log
+    assert "[ttp] rank 1 raised UnsupportedError: this optimizer keeps" in result.last_line
+    assert "step 11 is saved, no finished step is lost" in result.last_line
     assert (launcher.folder / "save/latest_checkpointed_iteration.txt").read_text() == "11"
 
 
@@ -203,11 +203,11 @@ def test_a_rank_that_refuses_while_others_train(launcher: Launcher) -> None:
 )
 def test_it_can_be_an_error(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start="", end=""))
-    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "9")
-    assert ended.code == 2, ended.log
-    assert ended.last_line.startswith("ttprun: error: NOT PROTECTED: SGD makes updates")
-    assert "Traceback" not in ended.log
-    assert "trained" not in ended.log
+    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "9")
+    assert result.code == 2, result.log
+    assert result.last_line.startswith("ttprun: error: NOT PROTECTED: SGD makes updates")
+    assert "Traceback" not in result.log
+    assert "trained" not in result.log
 
 
 FRAMEWORK = (
@@ -224,13 +224,13 @@ FRAMEWORK = (
 def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start=FRAMEWORK, end=""))
     said = "NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM; install a plug-in"
-    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1")
-    assert ended.code == 2, ended.log
-    assert ended.last_line.startswith(f"ttprun: error: {said}")
-    assert "TTP_REQUIRE_PROTECTION=False" in ended.last_line
-    ended = warm_launcher.run(*ONE, script, "9")
-    assert ended.code == 0, ended.log
-    (line,) = _lines(ended.log)
+    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1")
+    assert result.code == 2, result.log
+    assert result.last_line.startswith(f"ttprun: error: {said}")
+    assert "TTP_REQUIRE_PROTECTION=False" in result.last_line
+    result = warm_launcher.run(*ONE, script, "9")
+    assert result.code == 0, result.log
+    (line,) = _lines(result.log)
     assert line.startswith(f"[ttp] {said}")
 
 
@@ -241,35 +241,35 @@ def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launche
 def test_what_a_framework_s_script_trains_besides_is_said(
     warm_launcher: Launcher, updates: str, lines: int
 ) -> None:
-    ended = warm_launcher.run(*ONE, warm_launcher.script(TRAIN.format(start=FRAMEWORK, end="")), updates)
-    assert ended.code == 0, ended.log
-    assert len(_lines(ended.log)) == lines
+    result = warm_launcher.run(*ONE, warm_launcher.script(TRAIN.format(start=FRAMEWORK, end="")), updates)
+    assert result.code == 0, result.log
+    assert len(_lines(result.log)) == lines
 
 
 def test_disabled_before_torch_is_imported_nothing_is_watched(launcher: Launcher) -> None:
     """And the watchdogs are torch's own again."""
     start = f"{ENABLES}\nadaptor.disable()"
     script = TRAIN.format(start=start, end=f"print(*map(os.environ.get, {NAMES}), flush=True)")
-    ended = launcher.run(*ONE, launcher.script(script), "9", TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
-    assert ended.code == 0, ended.log
-    assert _lines(ended.log) == []
-    assert ended.log.splitlines()[-1] == "1 None 2"
+    result = launcher.run(*ONE, launcher.script(script), "9", TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
+    assert result.code == 0, result.log
+    assert _lines(result.log) == []
+    assert result.log.splitlines()[-1] == "1 None 2"
 
 
 @pytest.mark.robustness("A1", "a script under ttprun that trains nothing", "it hears nothing of protection")
 def test_data_preparation_is_not_bothered(warm_launcher: Launcher) -> None:
     prepare = "import torch, adaptor\nprint('prepared', torch.ones(3).sum().item(), flush=True)\n"
-    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", warm_launcher.script(prepare))
-    assert ended.code == 0, ended.log
-    assert "prepared 3.0" in ended.log
-    assert "[ttp]" not in ended.log
+    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", warm_launcher.script(prepare))
+    assert result.code == 0, result.log
+    assert "prepared 3.0" in result.log
+    assert "[ttp]" not in result.log
 
 
 def test_switched_off_nothing_is_seen(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start=ENABLES, end=""))
-    ended = warm_launcher.run(*ONE, script, "9", ENABLE_TTP="False", TTP_REQUIRE_PROTECTION="True")
-    assert ended.code == 0, ended.log
-    assert "NOT PROTECTED" not in ended.log
+    result = warm_launcher.run(*ONE, script, "9", ENABLE_TTP="False", TTP_REQUIRE_PROTECTION="True")
+    assert result.code == 0, result.log
+    assert "NOT PROTECTED" not in result.log
 
 
 NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
@@ -306,9 +306,9 @@ SHOW = (
     "A2", "a script under ttprun that is not protected hangs in NCCL", "torch's own watchdog stays on"
 )
 def test_where_nothing_is_protected_the_watchdogs_are_torch_s(launcher: Launcher) -> None:
-    ended = launcher.run(*ONE, launcher.script(SHOW.format(start="")), TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
-    assert ended.code == 0, ended.log
-    assert ended.log.splitlines()[-1] == "1 None 2"
+    result = launcher.run(*ONE, launcher.script(SHOW.format(start="")), TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
+    assert result.code == 0, result.log
+    assert result.log.splitlines()[-1] == "1 None 2"
 
 
 # A plug-in: it patches a framework of its own, and what other scripts import, too.
@@ -345,9 +345,9 @@ def test_the_framework_of_a_plug_in_is_imported(launcher: Launcher, start: str, 
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
     script = launcher.script(SHOW.format(start=start))
-    ended = launcher.run(*ONE, script, PYTHONPATH=os.pathsep.join([str(ROOT), str(site)]))
-    assert ended.code == 0, ended.log
-    assert ended.log.splitlines()[-1] == values
+    result = launcher.run(*ONE, script, PYTHONPATH=os.pathsep.join([str(ROOT), str(site)]))
+    assert result.code == 0, result.log
+    assert result.log.splitlines()[-1] == values
 
 
 # A backend of torch's by the name that torch_npu gives to its own; what carries it is gloo.
@@ -372,20 +372,20 @@ STAYS_ON = "[ttp] TTP_HANG is 0, so the watchdog of NCCL or HCCL stays what it w
 @pytest.mark.parametrize("hang", ["0", "60"])
 def test_where_nothing_watches_the_watchdogs_are_torch_s(warm_launcher: Launcher, hang: str) -> None:
     script = warm_launcher.script(SHOW.format(start=ENABLES + HCCL))
-    ended = warm_launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
-    assert ended.code == 0, ended.log
+    result = warm_launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
+    assert result.code == 0, result.log
     off = hang != "0"
-    assert ("0 0 0" if off else "1 None 2") in ended.log.splitlines()
-    assert ended.log.count(STAYS_ON) == (not off)
-    assert ended.log.count("call adaptor.enable() in the script") == 0
+    assert ("0 0 0" if off else "1 None 2") in result.log.splitlines()
+    assert result.log.count(STAYS_ON) == (not off)
+    assert result.log.count("call adaptor.enable() in the script") == 0
 
 
 def test_who_enables_too_late_hears_what_to_do(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(SHOW.format(start=HCCL))
-    ended = warm_launcher.run(*ONE, script)
-    assert ended.code == 0, ended.log
-    assert ended.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
-    assert STAYS_ON not in ended.log
+    result = warm_launcher.run(*ONE, script)
+    assert result.code == 0, result.log
+    assert result.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
+    assert STAYS_ON not in result.log
 
 
 MEETS = """
@@ -397,20 +397,20 @@ dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 def test_watchdogs_that_run_already_stay_what_they_are(warm_launcher: Launcher) -> None:
     """torch reads the variables when groups are made; what comes later must not say anything else."""
     script = SHOW.format(start=MEETS + ENABLES)
-    ended = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"})
-    assert ended.code == 0, ended.log
-    assert ended.log.splitlines()[-1] == "1 None 2"
-    assert "watchdog" not in ended.log
+    result = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"})
+    assert result.code == 0, result.log
+    assert result.log.splitlines()[-1] == "1 None 2"
+    assert "watchdog" not in result.log
 
 
 @pytest.mark.parametrize("value", ["3", "1"])
 def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) -> None:
-    ended = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value})
-    assert ended.code == 0, ended.log
-    assert ended.log.splitlines().count("0 0 0") == 2
+    result = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value})
+    assert result.code == 0, result.log
+    assert result.log.splitlines().count("0 0 0") == 2
     said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
-    assert ended.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
-    assert NAMES[2] not in ended.log
+    assert result.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
+    assert NAMES[2] not in result.log
 
 
 @pytest.mark.parametrize(
@@ -428,12 +428,12 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
 def test_over_nccl_only_without_its_watchdog_a_job_recovers_online(
     before: str, environment: dict[str, str], said: str
 ) -> None:
-    done = warm.run(
+    completed = warm.run(
         [sys.executable, "-c", ON.format(before=before)],
         env={**os.environ, "RANK": "0", "TTP_HANG": "600", **environment},
     )
-    assert said in done.stdout, done.stderr
-    assert ("[ttp] TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog" in done.stderr) == (
+    assert said in completed.stdout, completed.stderr
+    assert ("[ttp] TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog" in completed.stderr) == (
         environment == DETAIL
     )
 
@@ -452,11 +452,11 @@ def test_a_process_in_the_place_of_another_does_not_look_for_dump_signals(
     environment: dict[str, str], value: str
 ) -> None:
     """torch would ask a store once a second that was for the meeting of the survivors."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", NEWCOMER],
         env={**os.environ, "RANK": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines() == [value], done.stderr
+    assert completed.stdout.splitlines() == [value], completed.stderr

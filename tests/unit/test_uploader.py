@@ -432,8 +432,8 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
     )
     ttp = f" {sys.executable} -m adaptor.launchers.cli.ttp "
     command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
         10
     ]
@@ -495,8 +495,8 @@ def test_a_folder_whose_name_no_uploader_can_be_told_is_said(
     uploads.begin(root / os.fsdecode(b"\xff"))
     uploads.close()
     output.drain()
-    told = capfd.readouterr().err
-    assert "[ttp] no checkpoint is sent to s3://bucket/run7 any more: UnicodeEncodeError: " in told
+    stderr = capfd.readouterr().err
+    assert "[ttp] no checkpoint is sent to s3://bucket/run7 any more: UnicodeEncodeError: " in stderr
 
 
 def test_a_process_without_more_threads_sends_nothing_and_goes_on(

@@ -136,17 +136,17 @@ def measure_recoveries(options: argparse.Namespace) -> dict[str, Any]:
         options=("--ttp-online", "60", "--ttp-spares", "1"),
         device=options.device,
     )
-    ended = harness.run(job)
+    result = harness.run(job)
     incidents = [json.loads(path.read_text()) for path in folder.glob("logs/*/incidents/*.json")]
     incidents.sort(key=lambda incident: incident["incident"])
     shutil.rmtree(folder.with_suffix(".save"))
     return {
         "verdicts": [incident["verdict"] for incident in incidents],
         "seconds to the next step": [
-            min(line["time"] for line in ended.records[0] if line["time"] > stamp["time"]) - stamp["time"]
-            for stamp in ended.stamps
+            min(line["time"] for line in result.records[0] if line["time"] > stamp["time"]) - stamp["time"]
+            for stamp in result.stamps
         ],
-        "exit code": ended.code,
+        "exit code": result.code,
     }
 
 

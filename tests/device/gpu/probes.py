@@ -174,15 +174,15 @@ def adam() -> dict[str, Any]:
     ):
         torch.manual_seed(7)
         host = torch.nn.Parameter(torch.randn(1 << 20))
-        there = torch.nn.Parameter(host.detach().to(GPU))
-        updates = [torch.optim.AdamW([one], lr=1e-3, weight_decay=0.1, **kind) for one in (host, there)]
+        parameter = torch.nn.Parameter(host.detach().to(GPU))
+        updates = [torch.optim.AdamW([one], lr=1e-3, weight_decay=0.1, **kind) for one in (host, parameter)]
         shares = []
         for _ in range(UPDATES):
             host.grad = torch.randn(1 << 20)
-            there.grad = host.grad.to(GPU)
+            parameter.grad = host.grad.to(GPU)
             for update in updates:
                 update.step()
-            shares.append(float((there.detach().cpu() != host.detach()).float().mean()))
+            shares.append(float((parameter.detach().cpu() != host.detach()).float().mean()))
         found[name] = shares
     return found
 

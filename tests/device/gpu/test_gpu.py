@@ -32,7 +32,7 @@ HANG_S = 30
 
 
 def probe(name: str, **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "tests.device.gpu.probes", name],
         cwd=harness.ROOT,
         env={**os.environ, **environment},
@@ -41,8 +41,8 @@ def probe(name: str, **environment: str) -> dict[str, Any]:
         timeout=600,
         check=False,
     )
-    assert done.stdout, f"nothing was said, and the code was {done.returncode}"
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert completed.stdout, f"nothing was said, and the code was {completed.returncode}"
+    said: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     print(f"\n{name} {environment}: {said}")
     return said
 
@@ -76,7 +76,7 @@ def test_a_dump_of_a_large_model_takes_about_as_long_as_torch_save() -> None:
 def test_a_rank_is_replaced_under_nccl() -> None:
     """Its peer hangs in a collective; the communicators are aborted, and the backends exchanged, again and
     again."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "tests.device.gpu.exchange"],
         cwd=harness.ROOT,
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def test_a_rank_is_replaced_under_nccl() -> None:
         timeout=300,
         check=False,
     )
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(completed.stdout.splitlines()[-1])
     print(f"\nexchange: {said}")
     assert said["before"] == [3, 3, 1]
     assert [(one["hung"], one["sums"]) for one in said["rounds"]] == [(True, [3, 3, 1])] * exchange.ROUNDS
@@ -134,9 +134,9 @@ def test_a_rank_is_killed(
 def test_nothing_else_changes(
     layout: Layout, device: str, trained: dict[str, BaselineOf], tmp_path: Path
 ) -> None:
-    ended = harness.run(job_of(layout, device, tmp_path))
-    assert ended.code == 0, ended.log[-3000:]
-    outcome.assert_same_training(ended, trained[device](on(layout, device)).records)
+    result = harness.run(job_of(layout, device, tmp_path))
+    assert result.code == 0, result.log[-3000:]
+    outcome.assert_same_training(result, trained[device](on(layout, device)).records)
 
 
 def test_the_step_before_comes_from_a_local_copy(

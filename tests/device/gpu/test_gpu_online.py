@@ -28,9 +28,9 @@ def recovers(
     layout: Layout, device: str, faults: list[str], trained: dict[str, BaselineOf], tmp_path: Path
 ) -> Ended:
     job = online(tmp_path, on(layout, device), faults, device=device, environment=DETERMINISTIC)
-    ended = trains_on(job, trained[device](on(layout, device)), incidents=len(faults))
-    print("", *(line for line in ended.said if "training goes on" in line), sep="\n")
-    return ended
+    result = trains_on(job, trained[device](on(layout, device)), incidents=len(faults))
+    print("", *(line for line in result.said if "training goes on" in line), sep="\n")
+    return result
 
 
 @pytest.mark.parametrize("device", ["shared", "nccl"])
@@ -44,8 +44,8 @@ def test_a_rank_is_killed_and_replaced_twice(
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=0,step=6,phase=gather,kind=sigkill",
     ]
-    ended = recovers(layout, device, faults, trained, tmp_path)
-    assert says(ended, r"\[ttp\] rank 1 was ended by SIGKILL; replaced by pid \d+, .*"), ended.said
+    result = recovers(layout, device, faults, trained, tmp_path)
+    assert says(result, r"\[ttp\] rank 1 was ended by SIGKILL; replaced by pid \d+, .*"), result.said
 
 
 @pytest.mark.parametrize("device", ["shared", "nccl"])
@@ -64,6 +64,6 @@ def test_a_rank_whose_device_has_failed_is_replaced(
     job = online(
         tmp_path, layout, [], device=device, environment=DETERMINISTIC, device_fault=("1", "5", "failed")
     )
-    ended = trains_on(job, trained[device](layout))
-    assert re.search(r"rank 1 .*replaced by pid \d+", ended.log), ended.said
-    print("", *(line for line in ended.said if "training goes on" in line), sep="\n")
+    result = trains_on(job, trained[device](layout))
+    assert re.search(r"rank 1 .*replaced by pid \d+", result.log), result.said
+    print("", *(line for line in result.said if "training goes on" in line), sep="\n")
