@@ -461,7 +461,8 @@ class AgentControl:
         self.workers.end_incident()
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
-        self._replacements.end_incident()
+        # The start of a spare takes milliseconds: the workers, which are told next, do not wait for it.
+        self.thread.loop.call_soon(self._replacements.end_incident)
 
     def _come_to_store(self, store: Endpoint) -> None:
         """Use the rendezvous store of a spare node in the place of node 0, and note it in the lease."""

@@ -1,6 +1,6 @@
 """Imports the modules of the workers in a spare, before the spare becomes a worker.
 
-On a machine with training workers the import runs with the lowest priority.
+On a machine with training workers a spare has the lowest priority from its start to the last import.
 
 In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other
 functions or variables in a spare than in a worker. After each import the spare compares. After a difference
@@ -18,7 +18,6 @@ import io
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -33,8 +32,6 @@ from adaptor.worker import framework_watchdogs, script_imports
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
-# The added niceness of a spare during its imports, where the process may lower its niceness again.
-NICER = 10
 _NAME = Path("/proc/self/comm")
 # Python's own modules through which other modules read the environment.
 _BY = frozenset({"os", "collections.abc", "_collections_abc"})
@@ -58,11 +55,14 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
         try:
             order = wire.receive(agent, to_spare)
             assert isinstance(order, Import)
+            if order.is_alone:
+                _come_forward()
             forks = Forks()
             imports = _ImportsAsAWorker(order)
             ready = _import_as_a_worker(order, imports, arguments)
             if not ready.unfit:
                 ready = msgspec.structs.replace(ready, no_forks=forks.why_not())
+                _come_forward()
             agent.sendall(wire.frame(ready))
             if ready.stop_before:  # a new program image; stdin, pid and parent stay
                 os.execve(sys.executable, sys.orig_argv, environment_at_start)
@@ -87,6 +87,11 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
             os.environ[variable] = value
     for kind in (environment.WorkerPlace, environment.Generation):
         context.get().discard(kind)
+
+
+def _come_forward() -> None:
+    """Take the priority of a worker, which is that of the agent."""
+    come_forward(os.getpid(), os.getpriority(os.PRIO_PROCESS, os.getppid()))
 
 
 def _next_worker(
@@ -127,7 +132,6 @@ def _import_as_a_worker(order: Import, imports: _ImportsAsAWorker, arguments: li
     os.environ.update({**order.environment, "TORCH_WARM_POOL": "0"})
     context.part(GarbageCollection).put_off()
     with (
-        contextlib.nullcontext() if order.is_alone else _standing_back(),
         _reads_of(imports.note_read),
         _changes_of_variables() as imports.changed_variables,
     ):
@@ -338,34 +342,3 @@ def _changes_of_variables() -> Iterator[dict[str, str | None]]:
             value = os.environb.get(key)
             if value != before.get(key):
                 changed[os.fsdecode(key)] = None if value is None else os.fsdecode(value)
-
-
-@contextlib.contextmanager
-def _standing_back() -> Iterator[None]:
-    """Give training the processors first. Threads started meanwhile are reset with the current thread."""
-    nice = os.nice(0)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # wakes up behind others
-        if _may_come_back():
-            os.setpriority(os.PRIO_PROCESS, 0, nice + NICER)
-    try:
-        yield
-    finally:
-        come_forward(os.getpid(), nice)
-
-
-def _may_come_back() -> bool:
-    """Return whether a thread may lower its niceness again: most users may not."""
-    allowed = []
-
-    def attempt() -> None:  # niceness belongs to a thread: the change ends with the thread
-        with contextlib.suppress(OSError):
-            nice = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, 0, nice + 1)
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
-            allowed.append(True)
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    return bool(allowed)

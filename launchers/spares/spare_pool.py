@@ -76,6 +76,7 @@ class Spare:
             except BaseException:
                 self._ours.close()
                 raise
+        worker_forks.stand_back(self.process.pid)
         self.told = False
         self.ready = False
         self.no_forks = ""

@@ -19,6 +19,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from types import ModuleType
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _SPARE_STREAMS = 3
+# The added niceness of a spare until its imports are over, where the process may lower its niceness again.
+NICER = 10
 
 
 # in the agent
@@ -46,6 +49,32 @@ class ForkedWorker(subprocess.Popen[bytes]):
     def _execute_child(self, *_args: object) -> None:
         self.pid = self._forked_pid
         self._child_created = True
+
+
+def stand_back(pid: int) -> None:
+    """Give training the processors first: for a process that has just been started, and its threads."""
+    with contextlib.suppress(OSError):  # the process has ended
+        os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))  # wakes up behind others
+        if _may_come_back():
+            os.setpriority(os.PRIO_PROCESS, pid, os.nice(0) + NICER)
+
+
+def _may_come_back() -> bool:
+    """Return whether a thread may lower its niceness again: most users may not."""
+    allowed = []
+
+    def attempt() -> None:  # niceness belongs to a thread: the change ends with the thread
+        with contextlib.suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, nice + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            allowed.append(True)
+
+    thread = threading.Thread(target=attempt)
+    with contextlib.suppress(RuntimeError):  # no more threads
+        thread.start()
+        thread.join()
+    return bool(allowed)
 
 
 def come_forward(pid: int, nice: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adaptor import output
-from adaptor.protocol.messages import Recovered
+from adaptor.protocol.messages import Proceed, Recovered, ToWorker
+from tests import waiting
 from tests.unit.nodes import Job, job
 from tests.unit.threads import LONG_S
 
@@ -72,6 +73,22 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         worker.send("exit 0")
     assert online.statuses() == {0: 0, 1: 0}
     assert online.nodes[0].control.verdict is None
+
+
+def test_workers_go_on_before_a_spare_is_started(online: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(online)
+    control, acts = online.nodes[0].control, []
+    order = control.workers.order
+
+    def note(rank: int, message: ToWorker) -> None:
+        acts.append(type(message))
+        order(rank, message)
+
+    monkeypatch.setattr(control.workers, "order", note)
+    monkeypatch.setattr(control.spares, "fill", lambda: acts.append(None))
+    online.workers[1].process.kill()
+    waiting.until(lambda: None in acts, "the place of the used spare is filled")
+    assert acts[-3:] == [Proceed, Proceed, None]
 
 
 def test_an_exception_replaces_nobody(online: Job) -> None:

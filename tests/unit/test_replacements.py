@@ -749,7 +749,8 @@ def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) 
         def schedules_as(policy: int) -> Callable[[], bool]:
             return lambda: os.sched_getscheduler(spare.process.pid) == policy
 
-        await node.until(schedules_as(os.SCHED_BATCH), "the spare imports, and stands back")
+        assert schedules_as(os.SCHED_BATCH)(), "the spare stands back from its start"
+        await node.until(lambda: spare.told, "the spare imports beside workers")
         await node.replacements.end(is_last=False)
         fork = asyncio.ensure_future(node.replacements.spares.spare_to_fork())
         await node.until(schedules_as(os.SCHED_OTHER), "the spare stands back no longer")
