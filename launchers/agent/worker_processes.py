@@ -135,6 +135,10 @@ class Workers:
     async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
         """Replace the process of `rank`; a living process (one that hangs) is ended first.
 
+        Invariant: the old process has ended before the new process starts. Until its end, after its memory is
+        free, the kernel keeps its ports, file locks and device memory, and the script of the new process may
+        need the same ones.
+
         The new process gets the slot of the board, cleared. Messages of the old process are no longer read.
         After several calls for `rank` before the old process has ended, only the last call starts a process.
 
