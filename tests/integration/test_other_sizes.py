@@ -152,7 +152,7 @@ def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) 
             tmp_path,
             3,
             *BATCH,
-            fewest=2,
+            min_nodes=2,
             restarts=1,
             network=network,
             environment={"TTP_TLS": "plain"},
