@@ -83,6 +83,7 @@ class Agent(Follower):
         self._dismissed = False
         self._silent = False
         self._started = 0  # replacement processes
+        self._replaced: dict[int, Replace] = {}  # by rank, the newest order
 
     def begin(self) -> None:
         if self.node or self.place is not None:
@@ -251,10 +252,11 @@ class Agent(Follower):
             reason = "its workers have not been started yet"
             self._up(RegroupFailed(order.rank, order.incident, order.attempt, reason))
             return
+        self._replaced[order.rank] = order
         self.world.end(self.workers[order.rank], -9)
         while order.rank in self.living:
             yield 0.01
-        if self.verdict is not None or self._silent:
+        if self.verdict is not None or self._silent or self._replaced[order.rank] is not order:
             return
         draw = self.world.random
         if draw.random() < 0.02:

@@ -267,7 +267,7 @@ class World:
         goes_on = False
         for agent in self.machines.values():
             if agent.alive and not agent.settled:
-                goes_on = True
+                goes_on = goes_on or not self._is_over_at(agent)
                 if agent.verdict is not None or agent.living:
                     return False
         if not goes_on:
@@ -275,6 +275,13 @@ class World:
         newest = self.newest
         controller = newest.controller
         return controller.incident is None and (newest.left or controller.membership.everyone_is_dead)
+
+    def _is_over_at(self, agent: Agent) -> bool:
+        """Return whether a controller on an island knows that every rank's script has finished."""
+        if agent.controller_host is None or agent.machine not in self.network.islands:
+            return False
+        controller = agent.controller_host.controller
+        return controller.incident is None and controller.membership.everyone_is_dead
 
     def run(self) -> None:
         """Run to the end. Raises AssertionError if an invariant is broken."""

@@ -615,6 +615,7 @@ def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: con
     members.lose(1)
     members.expect({1: "a"})
     waited: list[float] = []
+    asked: list[int] = []
 
     async def until_it_comes(done: Callable[[], bool], limit_s: float) -> None:
         assert not done()
@@ -625,11 +626,20 @@ def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: con
         assert not done()
         waited.append(limit_s)
 
+    async def refuses() -> str:
+        asked.append(0)
+        return "the other side goes on"
+
     async def work() -> None:
         gate, counts = _gate(settings), StartCounts(1, 1)
         assert await fill_for_restart(gate, members, (1,), counts, until_it_comes) == {1: "a"}
         members.late.clear()
-        assert await fill_for_restart(gate, members, (1,), counts, in_vain) == {}
+        assert await fill_for_restart(gate, members, (1,), counts, until_it_comes, refuses) == {}
+        assert len(asked) == 1
+        members.late.clear()
+        # The lease is not asked: it would name a store at which nobody meets.
+        assert await fill_for_restart(gate, members, (1,), counts, in_vain, refuses) == {}
+        assert len(asked) == 1
         assert waited == [COMES_S]
         assert members.expected == {}
 
