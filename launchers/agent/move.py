@@ -123,6 +123,12 @@ class Move:
         self._handler.move(endpoint, self._number)
         return ""
 
+    @property
+    def _coming(self) -> set[int]:
+        """Return the lost nodes whose places spare nodes have got, and whose agents obey the verdict."""
+        host = self._node.control.controller_host
+        return set(host.controller.membership.expected) if host is not None and self._has_node_0 else set()
+
     def _go_on(self, store: Store, address: str) -> tuple[str, dict[int, str]]:
         """Return why the job does not go on, or "", and the new owners of places."""
         control, lost = self._node.control, self._verdict.lost
@@ -140,7 +146,7 @@ class Move:
             control.thread.wait_for(refuses())
             return {}
 
-        if empty and self._is_fixed and not self._node.has_spares(len(empty)):
+        if empty and self._is_fixed and not self._node.has_spares(len(set(empty) - self._coming)):
             return f"no spare node takes the place of node {lost[0]}", {}
         owners = wait_for(fill, lambda: f"spare nodes, and the save folder {self._verdict.save_folder}")
         if empty and self._is_fixed and not owners:

@@ -53,6 +53,27 @@ def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node
     outcome.assert_same_training(ended, baseline_of(layout).records)
 
 
+def test_the_recovery_fails_when_a_spare_node_has_the_place_of_node_0(
+    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Two new processes of a rank end: all start again at the store of that spare node."""
+    again = [f"rank=0,phase={phase},kind=sigkill,restart=-1" for phase in ("get", "exchange")]
+    job = online(
+        tmp_path,
+        DP2_MIRROR,
+        [LOST, *again],
+        nodes=2,
+        spares=1,
+        network=network,
+        environment={"TTP_TLS": "plain"},
+    )
+    ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-5000:]
+    assert "not recovered online: the new process of rank 0 " in ended.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, baseline_of(DP2_MIRROR).records)
+
+
 def test_node_0_and_another_node_are_lost_at_once(
     network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:

@@ -265,6 +265,8 @@ class Invariants:
                 controller_host
                 for controller_host in hubs
                 if controller_host.agent.machine not in world.faults.disk_hangs_on
+                # No layout had come to it: a spare node whose agent had just come, as all others were lost.
+                and controller_host.controller.membership.layouts
             ]
             ends = [controller_host.controller.verdict for controller_host in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
