@@ -40,10 +40,9 @@ os.environ["TTP_ONLINE"] = "0"
 
 
 def pytest_collection_finish() -> None:
-    """Keep collections away from what all imports have made, which stays to the end.
+    """Exclude the imported modules from garbage collections, and let torch use a single thread.
 
-    torch calculates with one thread: more tests run at the same time than there are cores, and threads that
-    wait for each other spin.
+    More tests run at the same time than there are cores, and threads that wait for each other would spin.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -51,10 +50,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop at once where the installation does not know of all that the sources declare.
+    """Stop at once if the installation is older than the plug-ins that pyproject.toml declares.
 
-    torch is imported here, where its warnings are no errors, and not by the process that only starts the
-    workers of pytest-xdist: those wait for it.
+    torch is imported here, where its warnings are no errors; not in the process that only starts the workers
+    of pytest-xdist, which wait for it.
     """
     declared = (ROOT / "pyproject.toml").read_text()
     for group in (plug_ins.DEVICES, plug_ins.ENGINES, plug_ins.FORMATS):
@@ -80,19 +79,19 @@ def baseline_of() -> BaselineOf:
 
 @pytest.fixture(autouse=True)
 def _its_own_context() -> None:
-    """Let settings be read, and parts of the process's context be made, anew in each test."""
+    """Let each test read settings and make the parts of the process's context anew."""
     context.forget()
 
 
 @pytest.fixture
 def capsys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
-    """Pytest's own; what is told by a thread (`adaptor.output`) has been written when it is read."""
+    """Return pytest's own fixture, after waiting for lines that a thread writes (`adaptor.output`)."""
     return _drained(capsys, monkeypatch)
 
 
 @pytest.fixture
 def capfd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
-    """As `capsys`, for what is written past Python's own streams."""
+    """Return pytest's own fixture, like `capsys`, for output past Python's streams."""
     return _drained(capfd, monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""Checks what a job has written for operators against the JSON Schemas that `ttp schema` prints."""
+"""Checks the files that a job writes for operators against the JSON Schemas of `ttp schema`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _validator(name: str) -> Any:
 
 
 def assert_valid(logs: Path) -> None:
-    """Every file for operators below the log folder `logs` is as its schema says."""
+    """Assert that every file for operators below the log folder matches its schema."""
     for path in logs.glob("*/incidents/*.json"):
         _validator("incident").validate(json.loads(path.read_text()))
     for path in logs.glob("*/status.json"):
@@ -30,10 +30,10 @@ def assert_valid(logs: Path) -> None:
 
 
 def assert_notice(notice: object) -> None:
-    """A notice is as its schema says."""
+    """Assert that a notice matches its schema."""
     _validator("notice").validate(notice)
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of an events.jsonl; all of them are whole, for the job has ended."""
+    """Return the entries of the events.jsonl of a job that has ended."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Ports for what a test starts."""
+"""Free ports for processes of a test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _given: set[int] = set()  # of those some may not be bound yet
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives away: until somebody binds them nobody else gets them by chance.
+    """Return free ports below the range from which the kernel assigns ports.
 
-    Each is given once, until hardly any is left.
+    Each port is returned once, until hardly any is left, so that no other process binds it by chance.
     """
     left = [port for port in _own() if port not in _given]
     if len(left) < _TRIED:

@@ -1,10 +1,10 @@
-"""What each test takes: seconds, and CPU seconds of its process and of the children that have ended.
+"""Measures each test: seconds, and CPU seconds of its process and of its ended children.
 
-Processes that another one has started for a test, and waited for, are `charge`d: what the kernel counts of
-them comes only with the end of that one, in whichever test that is.
+CPU seconds of processes that another process has started for a test are added by `charge`: the kernel counts
+them only when that process ends, in whichever test that happens.
 
-The slowest are printed at the end of a run, all are written to .cache/durations.tsv. A run does not pass in
-which a test was collected and gave no report.
+The slowest tests are printed at the end of a run, all are written to .cache/durations.tsv. A run fails if a
+collected test has no report.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _charged = 0.0
 
 
 def charge(seconds: float) -> None:
-    """Add CPU seconds of a process that is no child of this one; negative: what the kernel counts now."""
+    """Add CPU seconds of a process that is no child of this one; negative: the kernel counts them now."""
     global _charged
     _charged += seconds
 
 
 def _spent() -> tuple[float, float]:
-    """Seconds and CPU seconds until now."""
+    """Return seconds and CPU seconds until now."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.monotonic(), sum((own.ru_utime, own.ru_stime, children.ru_utime, children.ru_stime, _charged))
 
@@ -52,7 +52,7 @@ def pytest_runtest_makereport(
 
 
 class Timing:
-    """Collects in the process that prints; workers of pytest-xdist send it their reports."""
+    """Collects reports in the process that prints them; workers of pytest-xdist send theirs."""
 
     def __init__(self) -> None:
         self.collected: set[str] = set()

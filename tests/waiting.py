@@ -1,12 +1,12 @@
-"""Waits for what other processes do: their files, their end; and the one place of the tests that polls.
+"""Waits for other processes: for their files and their end; the only place of the tests that polls.
 
-A test waits for the event itself where there is one. `written` is woken by the kernel (inotify) when a folder
-changes, `ended` when a process ends (pidfd). `until` asks again and again: it is for what the kernel and the
-product tell nobody of, which are
+A test waits for an event itself where there is one. The kernel wakes `written` (inotify) when a folder
+changes, and `ended` (pidfd) when a process ends. `until` polls; use it only for states that neither the
+kernel nor the product reports:
 
-- the state of a process that is no child of the test (/proc/PID): stopped, its name, its threads, its files;
-- ports, shared memory and control groups that the kernel gives back a moment after the end of a process;
-- the state of a product's thread in the test's own process, where the product itself never waits for it.
+- the state of a process that is no child of the test (/proc/PID): stopped, its name, threads, files;
+- ports, shared memory and control groups, which the kernel frees a moment after a process ends;
+- the state of a product's thread in the test's own process, if the product itself never waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-# A wait that takes so long has failed: far more than what is waited for takes beside much other work.
+# Seconds after which a wait has failed: far longer than any wait on a busy machine.
 LONG_S = 60.0
 PAUSE_S = 0.005
 # linux/inotify.h: a file was written to or closed after that, moved in or out, made, removed.
@@ -29,19 +29,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:
-    """Ask `done` until it is true; only for events that nobody reports (see above).
+    """Poll `done` until it is true; only for events that nobody reports (see above).
 
     The pause grows to a twentieth of the time waited so far: a long wait takes little CPU time from the
-    processes that it waits for.
+    awaited processes.
 
     Args:
-        done: cheap, and without effect.
-        what: is to be so, for the message.
-        pause_s: seconds between two questions, at least.
-        within_s: seconds until it has failed.
+        done: cheap and without side effects.
+        what: the awaited condition, for the message.
+        pause_s: seconds between two calls, at least.
+        within_s: seconds until the wait fails.
 
     Raises:
-        AssertionError: it was not so in time.
+        AssertionError: the condition was not true in time.
     """
     began = time.monotonic()
     while not done():
@@ -51,16 +51,16 @@ def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, withi
 
 
 def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float = LONG_S) -> None:
-    """Wait until `done()`, which is asked after each change of `folder` and of the folders in it.
+    """Wait until `done()` is true; it is called after each change of `folder` and its subfolders.
 
     Args:
-        folder: is there; what is linked from it is not looked at.
+        folder: an existing folder; linked folders are not watched.
         done: reads files of the folder.
-        what: is to be so, for the message.
-        within_s: seconds until it has failed.
+        what: the awaited condition, for the message.
+        within_s: seconds until the wait fails.
 
     Raises:
-        AssertionError: it was not so in time.
+        AssertionError: the condition was not true in time.
         OSError: the folder cannot be watched.
     """
     deadline = time.monotonic() + within_s
@@ -81,10 +81,10 @@ def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float
 
 
 def exist(*files: Path) -> None:
-    """Wait until the files, all of one folder, are there.
+    """Wait until the files, all of one folder, exist.
 
     Raises:
-        AssertionError: they were not within `LONG_S`.
+        AssertionError: they did not exist within `LONG_S`.
     """
     (folder,) = {file.parent for file in files}
     names = ", ".join(file.name for file in files)
@@ -92,10 +92,10 @@ def exist(*files: Path) -> None:
 
 
 def ended(pids: Iterable[int]) -> None:
-    """Wait until the processes have ended, whether or not somebody has asked for their status.
+    """Wait until the processes have ended, even if their parents have not read their status.
 
     Raises:
-        AssertionError: one had not within `LONG_S`.
+        AssertionError: a process runs after `LONG_S`.
     """
     deadline = time.monotonic() + LONG_S
     for pid in pids:
@@ -113,7 +113,7 @@ def ended(pids: Iterable[int]) -> None:
 
 
 def _add(watch: int, folder: Path) -> None:
-    """Watch a folder and all folders in it; one that is watched already stays so."""
+    """Watch a folder and all of its subfolders; a folder can be added twice."""
     _call(_libc.inotify_add_watch, watch, os.fsencode(folder), _CHANGES)
     for parent, folders, _ in os.walk(folder):
         for name in folders:
