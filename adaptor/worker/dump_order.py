@@ -60,9 +60,10 @@ def follow(
             note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
         record = session.record_of(order.step)
         for group in order.groups:
-            if session.window.verifier is not None and not past:
-                given = {index for index, holder in enumerate(group.holders) if holder == rank}
-                session.window.verifier.require_unchanged(session.trainee, order.step, given)
+            given = {index for index, holder in enumerate(group.holders) if holder == rank}
+            verifier = None if past else session.window.verifier
+            if verifier is not None:
+                verifier.require_unchanged(session.trainee, order.step, given)
             remarks: list[str] = []
             run = DumpRun(
                 rank=rank,
@@ -79,6 +80,8 @@ def follow(
                 wake=wake,
             )
             files = session.trainee.dump(record, group, run)
+            if verifier is not None:  # state may have changed while it was read
+                verifier.require_unchanged(session.trainee, order.step, given)
             if group.writer == rank:
                 not_finite = "; ".join(filter(None, remarks))
                 detail = f"{group.group}; {not_finite}" if not_finite else group.group

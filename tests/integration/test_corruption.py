@@ -111,6 +111,20 @@ def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, basel
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 
+def test_state_that_changes_while_it_is_saved_is_no_checkpoint(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    faults = [
+        "rank=1,step=5,phase=dump,kind=flip-main,code=9",
+        "rank=0,step=5,phase=forward,kind=sigkill",
+    ]
+    job = online(tmp_path, DP2, faults, options=VERIFIED, save_interval=3)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "step 4 could not be saved" in ended.log
+    _assert_saved_as_trained(job, baseline_of(DP2))
+
+
 def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = [f"rank=1,step={ITERATIONS},phase=between,kind=flip-main,code=11"]
     job = online(tmp_path, DP2, faults, options=VERIFIED)
