@@ -18,7 +18,6 @@ import io
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,13 +25,7 @@ import msgspec
 
 from adaptor import _script, context, plug_ins, text
 from adaptor.launchers.agent import worker_main
-from adaptor.launchers.spares.worker_forks import (
-    SESSIONS_S,
-    Forks,
-    come_forward,
-    set_niceness_of_session,
-    take_streams,
-)
+from adaptor.launchers.spares.worker_forks import Forks, come_forward, take_streams
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, to_spare
 from adaptor.worker import framework_watchdogs, script_imports
@@ -99,8 +92,6 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
 def _come_forward() -> None:
     """Take the priority of a worker, which is that of the agent."""
     come_forward(os.getpid(), os.getpriority(os.PRIO_PROCESS, os.getppid()))
-    while not set_niceness_of_session(os.getpid(), 0):
-        time.sleep(SESSIONS_S)  # another session was changed; a spare that stays behind would slow all ranks
 
 
 def _next_worker(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import pickle
 import random
@@ -30,8 +29,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _SPARE_STREAMS = 3
 # The added niceness of a spare until its imports are over, where the process may lower its niceness again.
 NICER = 10
-# Between two changes of the niceness of a session the kernel makes most users wait so long.
-SESSIONS_S = 0.1
 
 
 # in the agent
@@ -55,28 +52,11 @@ class ForkedWorker(subprocess.Popen[bytes]):
 
 
 def stand_back(pid: int) -> None:
-    """Give training the processors first: for a process that has just begun a session."""
+    """Give training the processors first: for a process that has just been started, and its threads."""
     with contextlib.suppress(OSError):  # the process has ended
         os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))  # wakes up behind others
         if _may_come_back():
             os.setpriority(os.PRIO_PROCESS, pid, os.nice(0) + NICER)
-    set_niceness_of_session(pid, NICER)
-
-
-def set_niceness_of_session(pid: int, nice: int) -> bool:
-    """Set the niceness of a session among all sessions; return False if the kernel does not do it now.
-
-    A kernel with autogroups divides the processors among sessions, and compares the niceness of threads only
-    within a session. Where it does not, nothing is set. Within SESSIONS_S it refuses a second change, of any
-    session of the machine.
-    """
-    path = Path(f"/proc/{pid}/autogroup")
-    try:
-        if path.read_text().split()[-1:] != [str(nice)]:
-            path.write_text(str(nice))
-    except OSError as error:
-        return error.errno != errno.EAGAIN
-    return True
 
 
 def _may_come_back() -> bool:
@@ -104,7 +84,6 @@ def come_forward(pid: int, nice: int) -> None:
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, thread, nice)
-    set_niceness_of_session(pid, 0)  # that of a new session
 
 
 @contextlib.contextmanager

@@ -535,7 +535,6 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     state = (
         "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
         " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
-        " session=[path.read_text().split()[-1] for path in Path('/proc/self').glob('autogroup')],"
         " comm=Path('/proc/self/comm').read_text(),"
         " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getpid(),"
         " early='colorsys' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
@@ -729,29 +728,6 @@ def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
         assert f"the import in the spare process {spare.process.pid} hangs" in capfd.readouterr().err
 
     runs(tmp_path, act, spares=1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
-def test_a_session_stands_back_among_sessions() -> None:
-    """The niceness of a thread counts only within its session."""
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
-
-        def stands_back() -> bool:
-            worker_forks.stand_back(process.pid)
-            return niceness() == str(worker_forks.NICER)
-
-        def niceness() -> str:
-            return Path(f"/proc/{process.pid}/autogroup").read_text().split()[-1]
-
-        def comes_forward() -> bool:
-            worker_forks.come_forward(process.pid, os.nice(0))
-            return niceness() == "0"
-
-        try:
-            waiting.until(stands_back, "the session stands back")
-            waiting.until(comes_forward, "the session comes forward")
-        finally:
-            process.kill()
 
 
 def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) -> None:
