@@ -21,11 +21,18 @@ MODEL_FILE = naming.MODEL_FILE
 OPTIMIZER_FILE = naming.OPTIMIZER_FILE
 
 
+def _state_of(chunk: Any) -> Any:
+    """Return the saved state of a chunk: a module of Megatron-core, or any module in Megatron-core's DDP."""
+    module = chunk.module if hasattr(chunk, "ddp_config") else chunk
+    is_megatron = hasattr(module, "state_dict_for_save_checkpoint")
+    return chunk.state_dict_for_save_checkpoint() if is_megatron else module.state_dict()
+
+
 class TorchFormat:
     """The format with `model_optim_rng.pt` and, with a distributed optimizer, `distrib_optim.pt`."""
 
     def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: chunk.state_dict_for_save_checkpoint() for key, chunk in chunks.items()}
+        return {key: _state_of(chunk) for key, chunk in chunks.items()}
 
     def places(self, saved: Any) -> list[TensorSlot]:
         return list(places_in(saved))

@@ -108,7 +108,13 @@ def main() -> None:
         nonlocal batches
         batches = read_behind(step, args.iters)
 
+    def save_after(step: int) -> None:
+        with protection.phase("save"):  # (ttp)
+            save(args.save, step, model, optimizer, scheduler)
+
     def one_step(step: int) -> None:  # called again for a step that a fault has cut off
+        if step - 1 > done and (step - 1) % args.save_interval == 0:
+            save_after(step - 1)
         loss, grad_norm = train_step(next(batches), model, optimizer)
         scheduler.step(increment=BATCH * size)
         if torch.distributed.get_rank() == 0:
@@ -117,6 +123,8 @@ def main() -> None:
 
     print(f"rank {torch.distributed.get_rank()} is process {os.getpid()}", flush=True)
     protection.run_steps(one_step, args.iters, go_back)  # (ttp) in place of `for step in range(...)`
+    if args.iters > done:
+        save_after(args.iters)
     torch.distributed.destroy_process_group()
 
 
@@ -124,6 +132,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints, also loaded from")
+    parser.add_argument("--save-interval", type=int, default=1000, help="steps between two saves")
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     return parser.parse_args()
 
@@ -163,6 +172,38 @@ def train_step(batch: torch.Tensor, model: DistributedDataParallel, optimizer: o
     mean = loss.detach() / torch.distributed.get_world_size()
     torch.distributed.all_reduce(mean)
     return float(mean), grad_norm
+
+
+def save(
+    folder: Path, step: int, model: DistributedDataParallel, optimizer: object, scheduler: object
+) -> None:
+    """Save `step` as the adaptor does; the tracker, which names it, comes last."""
+    checkpoint = folder / f"iter_{step:07d}"
+    files = checkpoint / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    files.mkdir(parents=True, exist_ok=True)
+    optimizer.save_parameter_state(str(files / "distrib_optim.pt"))  # all ranks give their shards
+    if parallel_state.get_data_parallel_rank() == 0:
+        rng = {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": numpy.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+        state = {
+            "iteration": step,
+            "model": model.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": scheduler.state_dict(),
+            "rng_state": [rng],  # the same on all data-parallel ranks
+        }
+        torch.save(state, files / "model_optim_rng.pt")
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        tracker = folder / "latest_checkpointed_iteration.txt"
+        draft = tracker.with_suffix(".new")
+        draft.write_text(str(step))
+        draft.replace(tracker)
 
 
 def load(folder: Path, model: DistributedDataParallel, optimizer: object, scheduler: object) -> int:

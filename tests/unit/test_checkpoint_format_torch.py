@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from adaptor.checkpoint.format_torch import TorchFormat
@@ -20,3 +22,10 @@ def test_weights_are_found_in_a_model_that_saves_its_parts() -> None:
     assert saved["embedding"]["words"]["weight"].tolist() == [1, 1]
     assert saved["layers"]["0.weight"].tolist() == [2, 2, 2]
     assert saved["scale"].tolist() == [3]
+
+
+def test_a_model_that_is_no_module_of_megatron_core() -> None:
+    """Megatron-core's DDP takes any module; asked itself, it would look for a method that others lack."""
+    module = torch.nn.Linear(2, 1)
+    chunk = SimpleNamespace(ddp_config=None, module=module, state_dict_for_save_checkpoint=None)
+    assert TorchFormat().model({"model": chunk})["model"].keys() == {"weight", "bias"}
