@@ -35,7 +35,7 @@ from adaptor.checkpoint.training_state import (
     unwrapped,
 )
 from adaptor.devices.device import Device
-from adaptor.errors import CheckpointError
+from adaptor.errors import CheckpointError, StepError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.messages import GroupOrder, Share
@@ -168,6 +168,17 @@ class MegatronTrainee:
             loaders=door.loaders,
             also=door.also,
         )
+
+    def require_as_derived(self, taken: StepRecord, derived: StepRecord) -> None:
+        if taken.scheduler is None or derived.scheduler is None:
+            return
+        samples, expected = taken.scheduler["num_steps"], derived.scheduler["num_steps"]
+        if samples != expected:
+            raise StepError(
+                f"after step {taken.step} the scheduler is at {samples} samples, and not at {expected}:"
+                " samples_per_step of adaptor.protect must be the increment of scheduler.step, which is"
+                " called once after each update, and not after a step that fp16 has skipped"
+            )
 
     def has_state(self) -> bool:
         # Other optimizers save their state as it is: plain SGD has nothing besides the params.

@@ -232,6 +232,15 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
     return chunks
 
 
+def _require_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler whose step the adaptor cannot complete. Raises UnsupportedError."""
+    if scheduler is not None and not hasattr(scheduler, "num_steps"):
+        raise UnsupportedError(
+            f"scheduler is {type(scheduler).__name__}: adaptor.protect needs Megatron-core's"
+            " OptimizerParamScheduler, or None"
+        )
+
+
 def _require_picklable(extra: Mapping[str, Any]) -> None:
     """Refuse an entry that no checkpoint can have. Raises UnsupportedError."""
     for name, value in extra.items():
@@ -271,6 +280,7 @@ def protect(
     supported_options.require_no_layout_only()
     step = whole_number(step)
     _require_picklable(described.get("extra") or {})
+    _require_scheduler(described.get("scheduler"))
     increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
     model = _require_megatron(model, optimizer)
     optimizer_instances.require_groups()

@@ -53,6 +53,13 @@ class Trainee(Protocol):
         `door`: from `snapshot_before_update`, of the step itself, which was `updated`, or skipped.
         """
 
+    def require_as_derived(self, taken: Any, derived: Any) -> None:
+        """Check that `derive` computes the record which the script then has; main thread.
+
+        Raises:
+            StepError: the script has moved its scheduler by another number of samples than it has said.
+        """
+
     @property
     def has_local_copy(self) -> bool:
         """Return True if this rank keeps a local copy of the state before an update, and needs no barrier."""

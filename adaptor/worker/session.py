@@ -210,6 +210,8 @@ class Session:
             self.trainee.take_record(step - 1), self.trainee.device.mark()
         )
         self._history.add(records, oldest=self.board.oldest, newest=finished)
+        if updates_finish:  # a loop of the user's own; the adapter of a framework knows its increment
+            self._history.require_as_derived(step - 1, taken.record, self.trainee)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
             self.window.require_whole(step - 1)

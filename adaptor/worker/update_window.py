@@ -90,6 +90,17 @@ class StepHistory:
         """Add the `snapshot` of the changes in `step` before its update, or of a skipped step."""
         self._content = _Content(self._content.records, step, snapshot, updated)
 
+    def require_as_derived(self, step: int, record: Any, trainee: Trainee) -> None:
+        """Compare the taken `record` of `step` with the record that an earlier dump would have had.
+
+        Raises:
+            StepError: the script has not moved its scheduler as it has said.
+        """
+        content = self._content
+        if content.snapshot_step == step and (before := content.records.get(step - 1)) is not None:
+            derived = trainee.derive(before.record, content.snapshot, content.updated)
+            trainee.require_as_derived(record, derived)
+
     def record_of(self, step: int, trainee: Trainee) -> Any:
         """Return the record of `step`: everything besides tensors. Raises LookupError."""
         content = self._content

@@ -40,6 +40,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -51,7 +52,10 @@ LENGTH = 32
 ROWS = 1000  # of a stream
 # What the script counts, and a checkpoint has besides.
 EXTRA = {"counted": 0}
-GIVEN = ("bare-model", "bare-optimizer", "other-adam", "twice", "extra-function")
+GIVEN = (
+    *("bare-model", "bare-optimizer", "other-adam", "twice"),
+    *("extra-function", "torch-scheduler", "other-increment"),
+)
 
 
 class ContextAttention(DotProductAttention):
@@ -160,6 +164,23 @@ def parts(args: argparse.Namespace) -> dict[str, Any]:
             "add_bias_linear": False,
         }
     return found
+
+
+def constant_schedule(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return a scheduler that leaves the learning rate as it is."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=1e-3,
+        max_lr=1e-3,
+        min_lr=1e-3,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="constant",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
 
 
 def drawn(iteration: int) -> torch.Tensor:
@@ -293,6 +314,7 @@ def main() -> None:
             adaptor.write_host_copies(model=[model], optimizer=optimizer, save=args.save, extra=EXTRA)
         step = resume(args.save, model, optimizer)
     protection: Any = contextlib.nullcontext()
+    scheduler = None
     if args.loop != "unprotected":
         given: dict[str, Any] = {"model": [model], "optimizer": optimizer}
         if args.give == "bare-model":
@@ -302,6 +324,11 @@ def main() -> None:
         elif args.give == "other-adam":
             (chained,) = optimizer.chained_optimizers
             chained.optimizer = torch.optim.AdamW(chained.optimizer.param_groups)
+        elif args.give == "torch-scheduler":
+            given["scheduler"] = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+        elif args.give == "other-increment":
+            scheduler = constant_schedule(optimizer)
+            given.update(scheduler=scheduler, samples_per_step=2)
         extra = {"read": lambda: 0} if args.give == "extra-function" else EXTRA
         for _ in range(2 if args.give == "twice" else 1):
             protection = adaptor.protect(**given, save=args.save or "", step=step, extra=extra)
@@ -327,6 +354,8 @@ def main() -> None:
                 if args.stages == 1:
                     finalize_model_grads([model])
                 done, grad_norm, _ = optimizer.step()
+                if scheduler is not None:
+                    scheduler.step(increment=1)
             mean = loss.detach() / torch.distributed.get_world_size()
             torch.distributed.all_reduce(mean)
         EXTRA["counted"] = iteration

@@ -329,6 +329,8 @@ def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
             "optimizer is Adam: adaptor.protect needs what Megatron-core's get_megatron_optimizer",
         ),
         ("extra-function", "extra['read'] is function, which cannot be saved"),
+        ("torch-scheduler", "scheduler is ConstantLR: adaptor.protect needs Megatron-core's"),
+        ("other-increment", "after step 1 the scheduler is at 1 samples, and not at 2: samples_per_step"),
     ],
 )
 def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ class Trainee:
         assert door == record[0] + 1, "a record is derived by what another step has changed"
         return record[0] + 1, record[1] + updated
 
+    def require_as_derived(self, taken: tuple[int, int], derived: tuple[int, int]) -> None:
+        assert taken == derived
+
     def has_state(self) -> bool:
         return self.job.origin > 0 or self.updates > 0 or any(self.tensors.values())
 

@@ -655,6 +655,28 @@ def test_a_step_that_was_left_without_an_update_can_be_begun_again(worker: Worke
 
 
 @pytest.mark.robustness(
+    "A1",
+    "the script moves the scheduler by another increment than samples_per_step",
+    "one line as the next step begins; the step is saved as it was trained",
+)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_scheduler_that_moves_by_another_increment(worker: Worker, skips: bool) -> None:
+    """Only a step that a fault cuts off is completed with samples_per_step: nobody would notice."""
+    worker.loop.begin(4)
+    worker.trainee.counts_samples = True
+    protection = Protection(worker.session, 4)
+    with protection.step(5):
+        worker.loop.update(5)
+    worker.trainee.samples += BATCH
+    with protection.step(6):
+        worker.loop.overflow() if skips else worker.loop.update(6)
+    worker.trainee.samples += BATCH + 1
+    with pytest.raises(StepError, match="25 samples, not 24"):
+        protection.begin_step(7)
+    assert worker.session.record_of(6).samples == 25
+
+
+@pytest.mark.robustness(
     "A1", "two updates in one step", "one line, before the second; the step before is kept"
 )
 @pytest.mark.parametrize("optimizers", [1, 2])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.devices.device import HOST, Device
+from adaptor.errors import StepError
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun
@@ -38,6 +39,7 @@ class CountingTrainee:
         before: the weights in the local copy.
         samples: counted after each step, updated or skipped.
         scale: lowered by a skipped step, before the optimizer returns.
+        counts_samples: whether a taken record must have the samples of the derived one.
     """
 
     save_folder: str = ""
@@ -54,6 +56,7 @@ class CountingTrainee:
     before: int = -1
     on_copy: Callable[[], Any] = nothing
     on_record: Callable[[], Any] = nothing
+    counts_samples: bool = False
     derived: list[int] = field(default_factory=list)
 
     def exchange(self) -> None:
@@ -78,6 +81,10 @@ class CountingTrainee:
         self.derived.append(record.step + 1)
         assert updated == (door == record.scale)
         return Record(record.step + 1, record.samples + BATCH, door)
+
+    def require_as_derived(self, taken: Record, derived: Record) -> None:
+        if self.counts_samples and taken.samples != derived.samples:
+            raise StepError(f"{taken.samples} samples, not {derived.samples}")
 
     def has_state(self) -> bool:
         return self.updated_once
