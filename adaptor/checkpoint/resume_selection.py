@@ -227,9 +227,10 @@ def judge(
     is_saved_to = load_folder.resolve() == save_folder.resolve()
     if not examined.problems:
         if named is not None and chosen is None:
-            _tell_of_later(load_folder, named)
             if examined.on_another_disk:
                 yield from _agree(Agreed(named, may_change=is_saved_to))
+            else:
+                _tell_of_later(load_folder, named)
         return named is not None
     if examined.sees_another and (chosen is not None or not is_saved_to):
         raise ResumeError(f"{examined.words}; {COPIES}")

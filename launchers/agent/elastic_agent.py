@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -509,6 +510,12 @@ class SurvivorsAgent(LocalElasticAgent):
         # torch causes the deaths that follow, so they are no failures. It would wait for workers that hang.
         self._node.dismiss(at_once=not in_time)
         self._tell_of_recoveries()
+        # The control thread may take the status of a worker between torch's look at the worker and torch's
+        # signal, at most once for each worker.
+        for _ in range(self._worker_group.spec.local_world_size):
+            with contextlib.suppress(ProcessLookupError):
+                super()._shutdown(*args, **kwargs)
+                return
         super()._shutdown(*args, **kwargs)
 
     def _save_first(self, death_signal: signal.Signals) -> bool:

@@ -99,7 +99,7 @@ def test_the_notice_of_a_death_does_not_overtake_the_layouts(job: Job) -> None:
     job.begin(2)
     with standing_still(job.nodes[0]):
         for worker in job.workers.values():
-            worker.does("begin", "step")
+            worker.execute("begin", "step")
         job.workers[0].process.kill()
         waiting.until(lambda: not is_awaited(0), "its lifeline breaks")
     verdict = job.verdict()
@@ -111,7 +111,7 @@ def test_a_request_to_end_does_not_overtake_the_layouts(job: Job) -> None:
     control = job.nodes[0].control
     with standing_still(job.nodes[0]):
         for worker in job.workers.values():
-            worker.does("begin", "step")
+            worker.execute("begin", "step")
         request = control.say(AgentTerminationRequested(0, "SIGTERM"))
         asyncio.run_coroutine_threadsafe(request, control.thread.loop)
     verdict = job.verdict()

@@ -69,11 +69,12 @@ def test_disks_with_the_very_same_copy(tmp_path: Path, known: str) -> None:
     refused, said = resume(tmp_path, places)
     assert refused == [["", ""]]
     assert [tracker.tracked_step(place / "save") for place in places] == [OLDER, OLDER]
-    assert said == (
-        f"[ttp] node 1: save/{naming.TRACKER} named step 20, and names step {OLDER} now, as on node 0"
-        if known == "20"
-        else ""
+    later = (
+        f"[ttp] save/{naming.TRACKER} says {OLDER}: training goes on from step {OLDER}, not from step 20,"
+        " which is saved beside it; write 20 into the file to go on from there"
     )
+    moved = f"[ttp] node 1: save/{naming.TRACKER} named step 20, and names step {OLDER} now, as on node 0"
+    assert said.splitlines() == ([later, moved] if known == "20" else [later])
     (places[1] / "save" / naming.TRACKER).write_text(known)
     before = [content(place) for place in places]
     ((why, other),) = resume(tmp_path, places, ["elsewhere"], load="save")[0]

@@ -63,6 +63,8 @@ REFUSED = [
     ("expert_gtp_weight_remat_size", 2),
     ("encoder_pipeline_model_parallel_size", 1),
     ("enable_hetero", True),
+    ("export_kd_teacher_load", "teacher"),
+    ("freeze_all_layers", True),
     ("yaml_cfg", "gpt.yaml"),
 ]
 
