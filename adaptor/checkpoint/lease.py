@@ -17,7 +17,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -352,19 +352,25 @@ class Lease:
             self._marker.start()
 
     def _mark(self) -> None:
+        def leaving(written: LeaseContent) -> LeaseContent:
+            # The generation of the workers, which save for the last time: by it nodes see that they share the
+            # folder.
+            generation = self._generation or written.generation
+            return msgspec.structs.replace(written, generation=generation, leaving=True)
+
+        self._rewrite(lambda written: None if self._released.is_set() else leaving(written))
+
+    def _rewrite(self, change: Callable[[LeaseContent], LeaseContent | None]) -> None:
+        """Write what `change` returns, unless that is None, if this owner has the lease; a disk may fail."""
         with (
             contextlib.suppress(OSError, CheckpointError),
             locked(self._save_folder, patience_s=LOCK_PATIENCE_S),
         ):
             seen_lease = _look(self._save_folder)
-            if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
-                # The generation of the workers, which save for the last time: by it nodes see that they share
-                # the folder.
-                written = seen_lease.content or LeaseContent.of_owner(self._owner, "")
-                generation = self._generation or written.generation
-                _write(
-                    self._save_folder, msgspec.structs.replace(written, generation=generation, leaving=True)
-                )
+            if seen_lease is not None and seen_lease.owner == self._owner:
+                content = change(seen_lease.content or LeaseContent.of_owner(self._owner, ""))
+                if content is not None:
+                    _write(self._save_folder, content)
 
     def keep(self) -> None:
         """Touch the lease from now on, in a thread; without a thread it holds on this machine alone."""
@@ -393,14 +399,7 @@ class Lease:
                 (self._save_folder / naming.LEASE).unlink()
 
     def _note_end(self) -> None:
-        with (
-            contextlib.suppress(OSError, CheckpointError),
-            locked(self._save_folder, patience_s=LOCK_PATIENCE_S),
-        ):
-            seen_lease = _look(self._save_folder)
-            content = seen_lease.content if seen_lease is not None else None
-            if content is not None and seen_lease is not None and seen_lease.owner == self._owner:
-                _write(self._save_folder, msgspec.structs.replace(content, ended=True))
+        self._rewrite(lambda written: msgspec.structs.replace(written, ended=True))
 
     def _is_ours(self) -> bool:
         seen_lease = _look(self._save_folder)

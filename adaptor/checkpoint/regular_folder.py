@@ -67,7 +67,7 @@ def hash_and_leave(folder: Path, path: Path, tensors: Mapping[str, str] | None =
 def tensors_of(path: Path) -> Mapping[str, str]:
     """Return the sums of the tensors in a file that was written; empty without a note of them."""
     try:
-        note = _read_note(path, path.stat())
+        note = _read_fresh_note(path, path.stat())
     except OSError:
         return {}
     return {} if note is None else note.tensors
@@ -86,8 +86,8 @@ def complete_notes(folder: Path, files: list[Path]) -> None:
             raise CheckpointError(
                 f"{path}: has {state.st_size} bytes, and {written.bytes} were written: it was cut off"
             )
-        note = _read_note(path, state)
-        if state.st_size <= _SMALL and (note is None or note.bytes != state.st_size):
+        is_noted = written is not None and written.bytes == state.st_size and _is_newer(_note_of(path), state)
+        if state.st_size <= _SMALL and not is_noted:
             hash_and_leave(folder, path)
 
 
@@ -123,7 +123,7 @@ def noted_entries(folder: Path, files: list[Path]) -> list[FileEntry]:
     file_entries = []
     for path in files:
         name, state = path.relative_to(folder).as_posix(), path.stat()
-        note = _read_note(path, state) or (
+        note = _read_fresh_note(path, state) or (
             earlier.get(name) if _is_newer(folder / naming.MANIFEST, state) else None
         )
         if note is None or note.bytes != state.st_size:
@@ -151,13 +151,19 @@ def _is_newer(written: Path, state: os.stat_result) -> bool:
         return False
 
 
-def _read_note(path: Path, state: os.stat_result | None = None) -> _ChecksumNote | None:
+def _note_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}{_SUFFIX}")
+
+
+def _read_fresh_note(path: Path, state: os.stat_result) -> _ChecksumNote | None:
     """Return the note of the file with this state; None for a note of an earlier file of the same name."""
-    note = path.with_name(f"{path.name}{_SUFFIX}")
-    if state is not None and not _is_newer(note, state):
-        return None
+    return _read_note(path) if _is_newer(_note_of(path), state) else None
+
+
+def _read_note(path: Path) -> _ChecksumNote | None:
+    """Return the note of the newest file of this name whose write has ended; None if there is none."""
     try:
-        text = disk.read(note, _LARGEST_NOTE)
+        text = disk.read(_note_of(path), _LARGEST_NOTE)
         return msgspec.json.decode(text, type=_ChecksumNote)
     except (OSError, msgspec.MsgspecError):
         return None

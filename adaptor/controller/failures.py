@@ -186,7 +186,7 @@ class Failures:
         else None.
         """
         raised = next(iter(self.raised.values()), None)
-        if raised is None or raised.stage != ScriptStage.TRAINING or not _tells_of_a_lost_rank(raised):
+        if raised is None or raised.stage != ScriptStage.TRAINING or not raised.origin.may_be_echo:
             return None
         return next((rank for rank in (*self.noticed, *self.dead) if rank in self.ended_scripts), None)
 
@@ -266,12 +266,6 @@ def ending(status: int, why: str = "") -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
-
-
-def _tells_of_a_lost_rank(raised: Raised) -> bool:
-    """Return whether an exception only follows from the end of another rank, as a collective reports it."""
-    is_of_torch = raised.origin.kind.startswith("Dist")
-    return is_of_torch or any(word in raised.error for word in ("gloo", "NCCL", "HCCL", "closed by peer"))
 
 
 def _kind(status: int) -> str:

@@ -62,7 +62,8 @@ def origin_of(error: BaseException, finished: int, stage: int, *, trains: bool, 
     # In training the steps of a loop that calls the adaptor wrongly; no start, and no repetition, mends that.
     mistake = not is_restart and (isinstance(error, StepError) if trains else _is_a_mistake(error))
     lasting = (not trains or stage != ScriptStage.TRAINING) and _is_lasting(error)
-    return Origin(type(error).__name__, _where(error), finished, mistake, lasting)
+    kind, may_be_echo = type(error).__name__, may_be_an_echo(error)
+    return Origin(kind, _where(error), finished, mistake, lasting, may_be_echo)
 
 
 def calls_of(error: BaseException) -> list[tuple[str, int]]:

@@ -1,6 +1,6 @@
 """Imports the modules of the workers in a spare, before the spare becomes a worker.
 
-On a machine with training workers a spare has the lowest priority from its start to the last import.
+On a machine with training workers a spare has a low priority from its start to the last import.
 
 In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other
 functions or variables in a spare than in a worker. After each import the spare compares. After a difference

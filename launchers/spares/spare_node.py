@@ -450,19 +450,20 @@ async def _come_to_next_gate(
     Returns:
         None if no gate serves spares: their nodes are lost, too, or still have the controller of node 0.
     """
-    tries = [asyncio.ensure_future(_try_gate(gate, settings, context, own_hello)) for gate in gates]
-    found: _AtGate | None = None
+    attempts = [asyncio.ensure_future(_try_gate(gate, settings, context, own_hello)) for gate in gates]
+    next_gate: _AtGate | None = None
     try:
-        for finished in asyncio.as_completed(tries):
-            if (found := await finished) is not None:
+        for finished in asyncio.as_completed(attempts):
+            if (next_gate := await finished) is not None:
                 break
     finally:
-        for attempt in tries:
+        for attempt in attempts:
             attempt.cancel()
-        for reached in await asyncio.gather(*tries, return_exceptions=True):
-            if isinstance(reached, tuple) and reached is not found:
-                reached[2].close()
-    return found
+        for reached in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(reached, tuple) and reached is not next_gate:
+                _, _, writer, _ = reached
+                writer.close()
+    return next_gate
 
 
 async def _try_gate(

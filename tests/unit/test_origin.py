@@ -8,6 +8,7 @@ import subprocess
 import zipfile
 
 import pytest
+import torch
 
 from adaptor.errors import StepError
 from adaptor.protocol.messages import ScriptStage
@@ -64,3 +65,19 @@ def test_a_wrong_use_of_the_interface_is_a_mistake(trains: bool, is_restart: boo
     origin = origin_of(error, 4, ScriptStage.TRAINING, trains=trains, is_restart=is_restart)
     assert origin.mistake is (trains and not is_restart)
     assert not origin_of(ValueError("5"), 4, ScriptStage.TRAINING, trains=True, is_restart=False).mistake
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be_echo"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("the loss is not finite"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_an_exception_that_may_follow_from_the_end_of_another_rank(
+    error: Exception, may_be_echo: bool
+) -> None:
+    origin = origin_of(error, 4, ScriptStage.TRAINING, trains=True, is_restart=False)
+    assert origin.may_be_echo is may_be_echo

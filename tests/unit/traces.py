@@ -19,7 +19,8 @@ Messages from workers and about them:
                                       a number after that is its line in the script
     > died 3 -9                       a process ended with this status; `ended`: after its script had
     > dying 3                         the lifeline of rank 3 broke; its status is not known yet
-    > raised 1 boom code=3            an exception left the script of rank 1; the default code is 1
+    > raised 1 boom code=3            an exception left the script of rank 1; the default code is 1;
+                                      echo=1: it may follow from the end of another rank
     > sigterm 3                       SIGTERM to rank 3; `agent-sigterm 1`: to the agent of node 1
     > refused 2 reason...             rank 2 refuses to train
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7: of an old order
@@ -82,6 +83,7 @@ from adaptor.protocol.messages import (
     NodeResumed,
     NodeStalled,
     NodesWaiting,
+    Origin,
     Phase,
     PlacesFilled,
     Prepare,
@@ -231,7 +233,8 @@ class Trace:
                 return Dying(rank, 0.0, BoardRecord(rank, stage=_stage(words)))
             case "raised":
                 stage = ScriptStage(int(settings.get("stage", 0)))
-                return Raised(rank, text, int(settings.get("code", 1)), stage=stage)
+                origin = Origin(may_be_echo="echo" in settings)
+                return Raised(rank, text, int(settings.get("code", 1)), origin=origin, stage=stage)
             case "refused":
                 return Refused(rank, text)
             case "layout":

@@ -134,6 +134,7 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
             first start only
         lasting: whether the exception came before or after training, from the code, its arguments or a
             checkpoint, and not from the system, the network or another rank
+        may_be_echo: whether the exception may only follow from the end of another rank
     """
 
     kind: str = ""
@@ -141,6 +142,7 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
     finished: int = -1
     mistake: bool = False
     lasting: bool = False
+    may_be_echo: bool = False
 
 
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
