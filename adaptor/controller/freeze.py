@@ -210,7 +210,7 @@ def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOu
             return _nothing_since(origin)
         if state.writing.newest is not None:
             return IncidentOutcome("lost", -1, decision.reason)
-        useless = unresponsive_words([*state.silent, *state.stuck]) + unreadable_words(state.boards)
+        useless = unresponsive_words(state.given_up) + unreadable_words(state.boards)
         return IncidentOutcome("lost", -1, decision.reason + useless, unheld=True)
     return _nothing_since(origin) if decision.step <= origin else decision
 

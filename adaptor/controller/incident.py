@@ -206,11 +206,22 @@ class Incident:
             if board.finished >= self.step and board.phase != Phase.UNREADABLE:
                 # Otherwise the main thread has not come through the door, or never will.
                 self.saving.reassignment.liveness.answer(rank)
+            self._take_back(rank, board)
             return []
         if rank not in self.state.nodes:
             return []
         self.freeze_state.record_answer(rank, board)
         return self._save() if self.freeze_state.is_over else []
+
+    def _take_back(self, rank: int, board: BoardRecord) -> None:
+        """Make a rank a holder again that was given up, and answers during the save.
+
+        After a death it may be the only holder of a shard.
+        """
+        state, replaced = self.state, self.regrouping.newcomers.by_rank
+        if state.stage in STAGES and rank in state.given_up and rank not in replaced:
+            state.nodes[rank] = state.membership.node_of[rank]
+            self.freeze_state.record_answer(rank, board)
 
     def on_deaths(self, ranks: Collection[int]) -> Orders:
         """Take out ranks that have died, and were not known to be dead."""

@@ -112,6 +112,12 @@ class IncidentState:
         self.deadline = self.opened_at + self.timeout_s
         self.now = self.opened_at
 
+    @property
+    def given_up(self) -> list[int]:
+        """The ranks that were given up, live, and have not answered since."""
+        ranks = (*self.silent, *self.stuck)
+        return [rank for rank in ranks if rank not in self.nodes and self.membership.lives(rank)]
+
     def move(self, stage: Stage) -> None:
         """Go to `stage`, which must be a stage that may follow."""
         assert stage in TRANSITIONS[self.stage], f"{self.stage.name} is not followed by {stage.name}"
