@@ -7,12 +7,11 @@ outdated; training never reads it.
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from _blocks import Blocks
 
@@ -50,32 +49,15 @@ COLLECTIVES = (
 )
 
 
-class Meters(Protocol):
-    """The meters of a rank: `Times` here, counts in `_part_counts.py`.
+class Times:
+    """The meters of a rank: milliseconds of wall and CPU time, and counts that the kernel keeps anyway.
+
+    Args:
+        hook: wraps a function once its module is imported.
 
     Attributes:
         parts: meters of the main thread by name, read where each part begins and ends.
         steps: meters of the whole process by name, read where a block begins and ends.
-    """
-
-    parts: Mapping[str, Callable[[], float]]
-    steps: Mapping[str, Callable[[], float]]
-
-    def within(self, part: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a part runs."""
-
-    def begin(self) -> None:
-        """Begin a block."""
-
-    def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
-        """End a block of `steps` steps; return further results of a step, by name and then as above."""
-
-
-class Times:
-    """Milliseconds of wall and CPU time, and counts that the kernel keeps anyway.
-
-    Args:
-        hook: wraps a function once its module is imported.
     """
 
     def __init__(self, hook: Callable[[str, str, Any], None]) -> None:
@@ -98,18 +80,6 @@ class Times:
         self._collectives += 1
         return wrapped(*args, **kwargs)
 
-    def within(self, part: str) -> contextlib.AbstractContextManager[Any]:
-        return _NOTHING
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
-        return {}
-
-
-_NOTHING = contextlib.nullcontext()
-
 
 def _switches() -> int:
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -119,26 +89,24 @@ def _switches() -> int:
 class Shares:
     """The amounts of each part by meter, without the parts that are called in it."""
 
-    def __init__(self, meters: Meters) -> None:
-        self._meters = meters
+    def __init__(self, meters: Times) -> None:
         self._reads = list(meters.parts.values())
         self.taken = {part: [0.0] * len(self._reads) for part in PARTS}
         self.calls = dict.fromkeys(PARTS, 0)
         self._inside: list[list[float]] = []  # for each running call: the amounts of parts called in it
 
     def measured(self, part: str, act: Callable[[], Any]) -> Any:
-        with self._meters.within(part):
-            self._inside.append([0.0] * len(self._reads))
-            began = [read() for read in self._reads]
-            try:
-                return act()
-            finally:
-                took = [read() - before for read, before in zip(self._reads, began, strict=True)]
-                inner = self._inside.pop()
-                if self._inside:
-                    _add(self._inside[-1], took)
-                _add(self.taken[part], [total - nested for total, nested in zip(took, inner, strict=True)])
-                self.calls[part] += 1
+        self._inside.append([0.0] * len(self._reads))
+        began = [read() for read in self._reads]
+        try:
+            return act()
+        finally:
+            took = [read() - before for read, before in zip(self._reads, began, strict=True)]
+            inner = self._inside.pop()
+            if self._inside:
+                _add(self._inside[-1], took)
+            _add(self.taken[part], [total - nested for total, nested in zip(took, inner, strict=True)])
+            self.calls[part] += 1
 
 
 def _add(totals: list[float], amounts: list[float]) -> None:
@@ -152,7 +120,6 @@ class Parts:
         add: writes a line of results.
         hook: wraps a function once its module is imported.
         settings: steps in a block, pairs of blocks, and the seed of their order.
-        meters: the meters to read.
     """
 
     def __init__(
@@ -160,12 +127,11 @@ class Parts:
         add: Callable[..., None],
         hook: Callable[[str, str, Any], None],
         settings: Sequence[str],
-        meters: Meters,
     ) -> None:
         block, pairs, seed = map(int, settings)
         self._on = True
-        self._meters = meters
-        self._shares = Shares(meters)
+        self._meters = Times(hook)
+        self._shares = Shares(self._meters)
         self._began: dict[str, Any] = {}
         self._thread = threading.get_ident()
         for part, module, name in TIMED:
@@ -190,7 +156,6 @@ class Parts:
         self._on = on
 
     def _begin(self) -> None:
-        self._meters.begin()
         self._began = self._now()
 
     def _now(self) -> dict[str, dict[str, float]]:
@@ -206,5 +171,4 @@ class Parts:
     def _end(self, steps: int) -> dict[str, dict[str, float]]:
         """Return the mean of a step: by meter, then by part and for "all"."""
         now, began = self._now(), self._began
-        took = {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}
-        return {**took, **self._meters.end(steps)}
+        return {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}

@@ -5,8 +5,7 @@
              `dd conv=fsync` writes as many bytes, by as many processes as hold the optimizer state
 --gate       waits before every block of iterations until the benchmark says that it is this job's turn
 --holds      writes down the resources of the process after each INTERVAL-th step, from AT on
---parts      turns the adaptor off and on every few steps, and writes down each part of a step: times, or
-             counts (of bytes, allocations and so on)
+--parts      turns the adaptor off and on every few steps, and writes down the times of each part of a step
 --arming     turns online recovery off and on every few steps, and writes down the times or calls of a step
 --uploading  stops and continues an uploader every few steps, and writes down the times of a step
 --cost       writes down, at the third gate, the memory and parameters of the process, and its sent bytes
@@ -37,8 +36,7 @@ from typing import Any
 import wrapt
 from _arming import Arming, Comparing
 from _holdings import Holdings
-from _part_counts import Counts
-from _parts import Parts, Times
+from _parts import Parts
 from _peaks import Peaks
 from _uploading import Uploading
 
@@ -254,7 +252,7 @@ def main() -> None:
     parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
-    parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
+    parser.add_argument("--parts", metavar="BLOCK,PAIRS,SEED")
     parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls|holders")
     parser.add_argument("--uploading", metavar="BLOCK,PAIRS,SEED,WARM_UP,PID")
     parser.add_argument("script")
@@ -270,8 +268,7 @@ def main() -> None:
         holdings = Holdings(notes, interval, at)
         hook("megatron.training.training", "train_step", holdings.after_step)
     if parsed.parts:
-        what, *settings = parsed.parts.split(",")
-        Parts(notes.add, hook, settings, Counts() if what == "counts" else Times(hook))
+        Parts(notes.add, hook, parsed.parts.split(","))
     if parsed.arming:
         kind = Comparing if parsed.arming.endswith(",holders") else Arming
         kind(notes.add, hook, parsed.arming)

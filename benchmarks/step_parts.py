@@ -8,7 +8,6 @@ where a machine is faster for some seconds and slower for others. The parts are 
 main thread; "elsewhere" is the rest of the difference: caches that the parts have emptied, other threads, and
 ranks that wait for each other in the framework's collectives instead of in a part. What
 `step_cost.py` measures besides: the patches themselves, and groups that the framework alone would not have.
-What does not depend on how busy the machine is counts `step_counts.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ _LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its replica; `distributed`: its optimizer is; `extra`: arguments of the framework."""
+    """A layout with its replica; `distributed`: its optimizer is."""
 
     name: str
     environment: Mapping[str, str]
     distributed: bool = True
-    ranks: int = RANKS
-    extra: tuple[str, ...] = ()
 
 
 ROWS = (
@@ -57,25 +54,24 @@ ROWS = (
 )
 
 
-def measure(row: Row, folder: Path, given: argparse.Namespace, meters: str) -> list[tuple[Block, Block]]:
-    """Run the job of a row; `meters`: "times" or "counts".
+def measure(row: Row, folder: Path, options: argparse.Namespace) -> list[tuple[Block, Block]]:
+    """Run the job of a row.
 
     Returns:
         Pairs of (off, on), each the mean over ranks of what a step took (`_parts.py`).
     """
-    steps = WARM_UP + 2 * given.pairs * given.block + 1
+    steps = WARM_UP + 2 * options.pairs * options.block + 1
     job = Job(
         folder,
         adaptor=True,
         train_iters=steps,
-        ranks=row.ranks,
+        ranks=RANKS,
         distributed=row.distributed,
         extra=[
-            *model(given.layers, given.hidden, given.sequence),
-            *("--global-batch-size", str(given.global_batch)),
-            *row.extra,
+            *model(options.layers, options.hidden, options.sequence),
+            *("--global-batch-size", str(options.global_batch)),
         ],
-        parts=f"{meters},{given.block},{given.pairs},{given.seed}",
+        parts=f"{options.block},{options.pairs},{options.seed}",
         environment={**row.environment, "TTP_HANG": "0"},
     )
     with job:
@@ -83,8 +79,8 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, meters: str) -> l
     if code != 0:
         raise JobError(f"{row.name}: exit code {code}: see {job.log}")
     pairs = paired(job.watched())
-    if len(pairs) != given.pairs:
-        raise JobError(f"{row.name}: {len(pairs)} of {given.pairs} pairs were written down: see {job.log}")
+    if len(pairs) != options.pairs:
+        raise JobError(f"{row.name}: {len(pairs)} of {options.pairs} pairs were written down: see {job.log}")
     return pairs
 
 
@@ -137,7 +133,7 @@ def main() -> None:
     for number, row in enumerate(ROWS):
         if row.name in options.only:
             print(row.name, flush=True)
-            pairs = measure(row, folder / str(number), options, "times")
+            pairs = measure(row, folder / str(number), options)
             found[row.name] = summary(pairs)
     shutil.rmtree(folder)
     benchmark.finish(report(found), {"rows": found})

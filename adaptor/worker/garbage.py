@@ -1,8 +1,8 @@
 """Suspends Python's garbage collection while the replacement of a failed rank starts.
 
 During imports Python searches all objects repeatedly for unused cycles, and finds next to none: a fifth of
-the CPU time that torch and Megatron-LM take to be imported (`benchmarks/newcomer_start.py`). Only a threshold
-is changed: a script that disables the collection, or collects by itself, is not affected.
+the CPU time that the imports of torch and Megatron-LM take. Only a threshold is changed: a script that
+disables the collection, or collects by itself, is not affected.
 """
 
 from __future__ import annotations

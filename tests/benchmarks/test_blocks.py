@@ -1,4 +1,4 @@
-"""Blocks of steps that take turns, and what is made of them."""
+"""Blocks of steps that take turns, their measurements, and the shares of the parts of a step."""
 
 from __future__ import annotations
 
@@ -71,3 +71,32 @@ def test_the_middle_of_what_is_measured_and_how_well_it_is_known(blocks: ModuleT
         assert low < middle < high < low + 1
         hits += low <= 3.0 <= high
     assert hits >= 180
+
+
+def test_the_share_of_a_part_excludes_the_parts_in_it(blocks: ModuleType) -> None:
+    import _parts
+
+    now = 0
+
+    def passes(amount: int) -> None:
+        nonlocal now
+        now += amount
+
+    class Meters(_parts.Times):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.parts = {"wall": lambda: now}
+
+    shares = _parts.Shares(Meters())
+
+    def outer() -> None:
+        passes(1)
+        shares.measured("barrier", lambda: passes(10))
+        passes(100)
+        shares.measured("barrier", lambda: passes(1000))
+
+    shares.measured("door", outer)
+    assert {part: taken for part, taken in shares.taken.items() if any(taken)} == {
+        "door": [101],
+        "barrier": [1010],
+    }
+    assert (shares.calls["door"], shares.calls["barrier"]) == (1, 2)
