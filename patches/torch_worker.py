@@ -123,6 +123,32 @@ def spawned_processes_end_with_the_worker(wrapped: Any, instance: Any, args: Any
     return wrapped(*args, **kwargs)
 
 
+# Precedes the command of a resource tracker: ttprun ends all processes in the session of a dead worker. The
+# tracker leads no session, since a ttprun that adopts orphans takes the status of no session leader.
+_IN_ANOTHER_SESSION = """
+import os
+if os.fork():
+    os.wait()
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+"""
+
+
+@processes.patch(
+    "multiprocessing.util:spawnv_passfds",
+    why="semaphores and shared memory of a killed worker are removed by its resource tracker",
+    accepts="(path, args, passfds)",
+    optional=True,  # without it, they stay if another process of the worker has them, too
+)
+def resource_trackers_outlive_the_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    path, arguments, descriptors = args
+    if arguments[-1].startswith("from multiprocessing.resource_tracker "):
+        arguments = [*arguments[:-1], _IN_ANOTHER_SESSION + arguments[-1]]
+    return wrapped(path, arguments, descriptors)
+
+
 data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker")
 
 

@@ -398,15 +398,15 @@ def _let_spares_be_forks(spare_pool: ModuleType) -> None:
     vars(spare_pool)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
 
 
-def _spawned(path: bytes, arguments: list[str], kept: Sequence[int]) -> int:
+def _spawned(path: bytes, args: list[str], passfds: Sequence[int]) -> int:
     """Start a process of multiprocessing's start method `spawn`, as `spawnv_passfds` does.
 
     The process is a fork of the worker, with the properties of a new interpreter: only the given descriptors,
     and no signal handlers. Each rank that saves in the format torch_dist starts such a process and sends it
     tensors, for which a new interpreter would import torch in two CPU seconds.
     """
-    if arguments[-1] != "--multiprocessing-fork":  # the semaphore tracker, which imports nothing
-        return _spawn(path, arguments, kept)
+    if args[-1] != "--multiprocessing-fork":  # the semaphore tracker, which imports nothing
+        return _spawn(path, args, passfds)
     child = os.fork()
     if child:
         return child
@@ -420,11 +420,11 @@ def _spawned(path: bytes, arguments: list[str], kept: Sequence[int]) -> int:
         devnull = os.open(os.devnull, os.O_RDWR)
         # Replaced, not closed: an object that still holds the number might close a new file with it later.
         for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-            if descriptor > 2 and descriptor not in kept:
+            if descriptor > 2 and descriptor not in passfds:
                 with contextlib.suppress(OSError):  # the descriptor of the listing itself
                     os.dup2(devnull, descriptor, inheritable=False)
-        sys.argv = ["-c", arguments[-1]]
-        exec(arguments[-2], {})
+        sys.argv = ["-c", args[-1]]
+        exec(args[-2], {})
     except SystemExit as end:
         status = end.code
     except BaseException:

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from adaptor.checkpoint import manifest
 from tests.faults import harness, keeping, outcome, scenario
 from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
@@ -194,8 +196,12 @@ def test_weights_that_are_saved_turned_round(tmp_path: Path) -> None:
     outcome.assert_same_training(harness.run(resumed), baseline.records, steps=(7, 8))
 
 
-def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """A death while other processes may still write: that save is complete under its name, or not there."""
+@pytest.mark.parametrize("arguments", [[], ["--use-persistent-ckpt-worker"]], ids=["", "persistent-writer"])
+def test_an_asynchronous_save(arguments: list[str], tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A death while other processes may still write: that save is complete under its name, or not there.
+
+    A persistent writer has semaphores with names, which the killed rank does not leave behind.
+    """
     baseline = baseline_of(DIST)
     save = tmp_path / "save"
     job = Job(
@@ -204,7 +210,7 @@ def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
         save=save,
         save_interval=3,
         restarts=1,
-        arguments=["--async-save"],
+        arguments=["--async-save", *arguments],
         faults=["rank=1,step=7,phase=backward,kind=sigkill"],
     )
     result = harness.run(job)
