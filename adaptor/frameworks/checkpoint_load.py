@@ -24,6 +24,9 @@ from adaptor.protocol.environment import Generation, HeldCopies
 # The arguments that a load of Megatron-LM increases, or requires to be 0.
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "iteration")
 
+# The argument with the folder of a student's teacher.
+_TEACHER = "export_kd_teacher_load"
+
 
 def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the framework's `load_checkpoint`, with an intact checkpoint, and compare what was loaded."""
@@ -35,7 +38,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     megatron_args = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
     model, optimizer, scheduler = _loaded_into(args, kwargs)
-    if optimizer is None and getattr(megatron_args, "stage", None) == "dpo":
+    if load_arg == _TEACHER or (optimizer is None and getattr(megatron_args, "stage", None) == "dpo"):
         return wrapped(*args, **kwargs)  # the reference model, also in a restart from its own folder
     is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
     copies = may_have and is_restart and load_arg == "load"

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.host_copy import rebuild
 from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
+from adaptor.replica.group import gather_values
 
 # The counters in the framework's arguments; a version may lack some.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -49,16 +51,16 @@ _NAMES = (
     *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
     *("config", "checkpointing_context", "non_loss_data_func"),
 )
-# Where ModelOpt keeps what it has made of a module.
-MODELOPT = "_modelopt_state"
+# Where ModelOpt lists its conversions of a model, and the conversion that leaves nothing to save: a student.
+MODELOPT, _STUDENT = "_modelopt_state", "kd_loss"
 
 
 def require_unconverted(model: Sequence[Any]) -> None:
-    """Refuse a model that ModelOpt has quantized, pruned or made a student: ModelOpt's data beside the
-    weights is in every checkpoint of the framework, and a load fails without the data. Raises
-    UnsupportedError.
+    """Refuse a model that ModelOpt has quantized or pruned: ModelOpt's data beside the weights is in every
+    checkpoint of the framework, and a load fails without the data. Raises UnsupportedError.
     """
-    if any(hasattr(module, MODELOPT) for chunk in model for module in chunk.modules()):
+    conversions = [getattr(module, MODELOPT, ()) for chunk in model for module in chunk.modules()]
+    if any(kind != _STUDENT for converted in conversions for kind, _ in converted):
         raise UnsupportedError(
             "the model was converted by ModelOpt, whose state cannot be protected yet; set ENABLE_TTP=False"
         )
@@ -190,9 +192,27 @@ def _protected_state(
         ),
         args=args,
         beside=context.part(adapter_base.AdapterBase).files(),
-        on_top=layout_beside.take,
+        on_top=lambda *of: {**layout_beside.take(*of), **_files_of_modelopt(args, *of)},
         further_fields=further_fields,
     )
+
+
+def _files_of_modelopt(
+    args: Any, state: TrainingState, place: CheckpointPlacement, everyone: dist.ProcessGroup
+) -> Mapping[str, bytes]:
+    """Return the files that ModelOpt adds to each save of a student, on the ranks that may write files of the
+    whole job: collective. The files stay the same in training.
+    """
+    if not getattr(args, "export_kd_teacher_load", None):
+        return {}
+    from megatron.training.checkpointing import save_sharded_modelopt_state
+
+    with tempfile.TemporaryDirectory() as folder:  # one for each rank; rank 0 alone writes
+        save_sharded_modelopt_state(state.model, folder, (args.ckpt_format, 1))
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    files_of_rank_0 = gather_values(files, everyone)[0]
+    return files_of_rank_0 if state.writes_common else {}
 
 
 def _loader_states(train_data: Any) -> LoaderStates:

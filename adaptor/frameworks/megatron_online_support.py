@@ -128,6 +128,7 @@ def reasons_in_options(options: Any) -> Iterator[str]:
             "--moe-enable-routing-replay keeps the routes of a step in lists of its own",
         ),
         ("logits_load_dir", "--logits-load-dir reads a teacher's data outside of the data loader"),
+        ("export_kd_teacher_load", "--export-kd-teacher-load has all ranks load the teacher together"),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
         # Of FlagScale.
         ("skip_iters_range", "--skip-iters-range reads data outside of steps"),

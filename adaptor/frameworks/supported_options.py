@@ -41,7 +41,6 @@ ALLOWED_VALUES: Values = (
     ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
     ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
     ("enable_hetero", (False,), "a job whose pipeline stages have parallel sizes of their own"),  # FlagScale
-    ("export_kd_teacher_load", (None,), "a model that ModelOpt makes a student"),
     ("freeze_all_layers", (False,), "a job that trains nothing, whose saves have no weights,"),
     ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
@@ -193,6 +192,7 @@ def checks(*configs: Any, format: str = "") -> Iterator[Callable[[], None]]:
         yield partial(_require_whole_muon, config)
         yield partial(_require_loader_folder, config)
         yield partial(_require_whole_offload, config)
+        yield partial(_require_loadable_student, config, format)
         yield partial(_require_fp8, config, format)
         yield partial(_require_precision_aware, config)
         yield partial(_require_formats, config)
@@ -275,6 +275,15 @@ def _require_loader_folder(config: Any) -> None:
         )
 
 
+def _require_loadable_student(config: Any, format: str) -> None:
+    if getattr(config, "export_kd_teacher_load", None) and not _is_torch_dist(config, format):
+        raise UnsupportedError(
+            f"--export-kd-teacher-load is {config.export_kd_teacher_load}: the framework cannot load its own"
+            " checkpoints of a student in the format torch; use --ckpt-format torch_dist (Megatron-core 0.13"
+            " or later), or set ENABLE_TTP=False"
+        )
+
+
 def _recipe(config: Any) -> str:
     recipe = getattr(config, "fp8_recipe", None) or "delayed"
     return str(getattr(recipe, "value", recipe))
@@ -294,8 +303,7 @@ def _require_fp8(config: Any, format: str) -> None:
         )
     if not getattr(config, "fp8_param_gather", False):
         return
-    is_torch_dist = format == "torch_dist" if format else writes_torch_dist(config)
-    if not is_torch_dist:
+    if not _is_torch_dist(config, format):
         raise UnsupportedError(
             "--fp8-param-gather is True: last words in the format torch would have other scales than the"
             " framework's own; use --ckpt-format torch_dist (Megatron-core 0.13 or later), or set"
@@ -388,6 +396,10 @@ def writes_torch_dist(args: Any) -> bool:
         return False
     checkpointing = importlib.import_module("megatron.training.checkpointing")
     return hasattr(checkpointing, "_build_sharded_state_dict_metadata")
+
+
+def _is_torch_dist(config: Any, format: str) -> bool:
+    return format == "torch_dist" if format else writes_torch_dist(config)
 
 
 def lacks_folders(args: Any) -> bool:

@@ -246,7 +246,9 @@ def test_a_restart_goes_back_to_no_earlier_run(
 def test_a_model_that_modelopt_has_converted() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     megatron_lm.require_unconverted([model])
-    setattr(model[0], megatron_lm.MODELOPT, [])
+    setattr(model[0], megatron_lm.MODELOPT, [("kd_loss", {})])  # of which nothing is saved
+    megatron_lm.require_unconverted([model])
+    setattr(model[0], megatron_lm.MODELOPT, [("quantize", {}), ("kd_loss", {})])
     with pytest.raises(UnsupportedError, match="the model was converted by ModelOpt"):
         megatron_lm.require_unconverted([model])
 

@@ -131,6 +131,10 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
             "--moe-enable-routing-replay keeps the routes of a step in lists of its own",
         ),
         (
+            {"export_kd_teacher_load": "teacher"},
+            "--export-kd-teacher-load has all ranks load the teacher together",
+        ),
+        (
             {"logits_load_dir": "logits"},
             "--logits-load-dir reads a teacher's data outside of the data loader",
         ),

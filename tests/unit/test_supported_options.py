@@ -63,7 +63,6 @@ REFUSED = [
     ("expert_gtp_weight_remat_size", 2),
     ("encoder_pipeline_model_parallel_size", 1),
     ("enable_hetero", True),
-    ("export_kd_teacher_load", "teacher"),
     ("freeze_all_layers", True),
     ("yaml_cfg", "gpt.yaml"),
 ]
@@ -125,6 +124,13 @@ def test_a_config_that_names_no_format_is_judged_by_that_of_last_words() -> None
     supported_options.require_protected(config, format="torch_dist")
     with pytest.raises(UnsupportedError, match="--fp8-param-gather is True"):
         supported_options.require_protected(config, format="torch")
+
+
+def test_a_student_in_a_format_that_the_framework_cannot_load() -> None:
+    student = args(export_kd_teacher_load="teacher")
+    supported_options.require_protected(student, format="torch_dist")
+    with pytest.raises(UnsupportedError, match=r"--export-kd-teacher-load is teacher: .* use --ckpt-format"):
+        supported_options.require_protected(student)
 
 
 def test_an_argument_that_this_version_does_not_have_is_no_obstacle() -> None:

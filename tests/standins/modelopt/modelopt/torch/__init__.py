@@ -1,0 +1,1 @@
+"""ModelOpt for torch."""
