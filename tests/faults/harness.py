@@ -251,6 +251,11 @@ class Job:
     timeout_s: float = JOB_TIMEOUT_S
 
 
+def job_in(folder: Path, layout: Layout, **settings: Any) -> Job:
+    """Return a job that runs in `folder`/job and saves to `folder`/save, with further fields of `Job`."""
+    return Job(folder / "job", layout, save=folder / "save", **settings)
+
+
 @dataclass(frozen=True)
 class Ended:
     """A job that has ended.

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.faults import harness, library, outcome
-from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.faults.harness import DP2, ITERATIONS, Job, job_in
 from tests.frameworks import prepare
 
 TRACKER = "latest_train_state.pt"
@@ -222,15 +222,7 @@ def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
     undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree))
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        faults=faults,
-        restarts=2,
-        save=tmp_path / "save",
-        framework=tree,
-        options=("--ttp-online", "60"),
-    )
+    job = job_in(tmp_path, DP2, faults=faults, restarts=2, framework=tree, options=("--ttp-online", "60"))
     result = harness.run(job)
     assert result.code == 0, result.log[-3000:]
     assert "2 incidents (2 without a restart), 0 steps lost" in result.log

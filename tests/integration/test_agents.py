@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_LOADERS, Job, Layout
+from tests.faults.harness import DP2, DP2_LOADERS, Job, Layout, job_in
 from tests.faults.scenario import BaselineOf, assert_last_words, survives
 from tests.integration.test_formats import DIST
 
@@ -27,13 +27,7 @@ def test_the_job_is_told_to_end(
     kind: str, code: int, layout: Layout, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """It saves and ends, restarts or no; data loaders have processes of their own."""
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=[f"rank=1,step=5,phase=forward,kind={kind}"],
-    )
+    job = job_in(tmp_path, layout, restarts=1, faults=[f"rank=1,step=5,phase=forward,kind={kind}"])
     result = survives(job, baseline_of(layout), code=code, saved={4, 5})
     assert "was told to end by SIG" in result.last_line
     assert all(line["restart"] == 0 for lines in result.records.values() for line in lines)
@@ -42,10 +36,9 @@ def test_the_job_is_told_to_end(
 
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """A stopped rank is waited for, and would not hear SIGTERM either."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         save_interval=3,
         faults=[
             "rank=0,step=5,phase=data,kind=sigstop",

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import (
-    MOE_DP2,
-    MOE_EP2,
-    MOE_EP2_DP2,
-    MOE_TP2_EP2,
-    Job,
-    Layout,
-)
+from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_TP2_EP2, Job, Layout, job_in
 from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
@@ -53,12 +46,7 @@ def test_a_rank_is_killed(
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
-    )
+    job = job_in(tmp_path, layout, faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"])
     ended = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
     if (layout, rank) == (MOE_EP2, 0):
         assert_as_planned(ended)
@@ -66,10 +54,9 @@ def test_a_rank_is_killed(
 
 def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """An exception is survived, a death without host copies is not: the user is told so at the start."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         MOE_EP2_DP2,
-        save=tmp_path / "save",
         options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )

@@ -10,7 +10,7 @@ import pytest
 
 from adaptor.checkpoint import manifest
 from tests.faults import harness, keeping, outcome, scenario
-from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
+from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
@@ -71,10 +71,9 @@ LESS = ("--no-save-optim", "--no-save-rng")
 
 def test_last_words_have_more_than_regular_saves(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The last words are what the framework saves without these options, and the job goes on bitwise."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DIST,
-        save=tmp_path / "save",
         save_interval=4,
         restarts=1,
         arguments=LESS,
@@ -87,15 +86,7 @@ def test_last_words_have_more_than_regular_saves(tmp_path: Path, baseline_of: Ba
 def test_a_restart_from_a_save_without_optimizer(tmp_path: Path) -> None:
     """Nobody is left to save the newest step: the job goes on from the regular save."""
     faults = [f"rank={rank},step=7,phase=backward,kind=sigkill" for rank in (0, 1)]
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        save_interval=4,
-        restarts=1,
-        arguments=LESS,
-        faults=faults,
-    )
+    job = job_in(tmp_path, DP2, save_interval=4, restarts=1, arguments=LESS, faults=faults)
     result = harness.run(job)
     assert result.code == 0, result.log[-3000:]
     line = "[ttp] the save of step 4 was made with --no-save-optim, --no-save-rng: the job goes on from it"
@@ -139,12 +130,7 @@ def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """What the survivors wrote trains on, cut in another way, as what the framework wrote."""
     baseline = baseline_of(RESHARDABLE)
-    job = Job(
-        tmp_path / "job",
-        RESHARDABLE,
-        save=tmp_path / "save",
-        faults=["rank=0,step=7,phase=backward,kind=sigkill"],
-    )
+    job = job_in(tmp_path, RESHARDABLE, faults=["rank=0,step=7,phase=backward,kind=sigkill"])
     scenario.survives(job, baseline, code=137, saved={6})
     words = manifest.read(job.save / "iter_0000006").files
     assert {file.path for file in words if file.xxh3_128 is None} == {"__0_0.distcp", "__1_0.distcp"}
@@ -164,24 +150,15 @@ def _in_place(save: Path) -> set[str]:
 
 
 def test_a_whole_state_in_one_object(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = Job(
-        tmp_path / "job",
-        AS_OBJECT,
-        save=tmp_path / "save",
-        faults=["rank=0,step=7,phase=backward,kind=sigkill"],
-    )
+    job = job_in(tmp_path, AS_OBJECT, faults=["rank=0,step=7,phase=backward,kind=sigkill"])
     scenario.survives(job, baseline_of(AS_OBJECT), code=137, saved={6})
     assert _in_place(tmp_path / "save") == {"__0_0.distcp"}
 
 
 def test_weights_that_are_saved_turned_round(tmp_path: Path) -> None:
     baseline_of = scenario.baselines(keeping.KEPT, environment=WITH_GROUPED_GEMM)
-    job = Job(
-        tmp_path / "job",
-        GROUPED,
-        save=tmp_path / "save",
-        environment=WITH_GROUPED_GEMM,
-        faults=["rank=0,step=7,phase=backward,kind=sigkill"],
+    job = job_in(
+        tmp_path, GROUPED, environment=WITH_GROUPED_GEMM, faults=["rank=0,step=7,phase=backward,kind=sigkill"]
     )
     baseline = baseline_of(GROUPED)
     scenario.survives(job, baseline, code=137, saved={6})

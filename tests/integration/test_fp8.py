@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, keeping, scenario
-from tests.faults.harness import DP2, Job, Layout
+from tests.faults.harness import DP2, Layout, job_in
 from tests.integration.test_online import online, trains_on
 
 WITH_TRANSFORMER_ENGINE = {"PYTHONPATH": str(harness.ROOT / "tests/standins/te")}
@@ -50,10 +50,9 @@ def test_only_the_failed_rank_is_replaced(layout: Layout, tmp_path: Path) -> Non
 
 
 def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         BLOCKWISE,
-        save=tmp_path / "save",
         faults=["rank=1,step=6,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,
     )
@@ -61,10 +60,9 @@ def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_restart_with_weights_in_fp8(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         EXPERTS,
-        save=tmp_path / "save",
         restarts=1,
         faults=["rank=0,step=6,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_LOADERS, DP4, PP2_DP2, Job, Layout
+from tests.faults.harness import DP2, DP2_LOADERS, DP4, PP2_DP2, Layout, job_in
 from tests.faults.scenario import BaselineOf, restarts, survives
 
 # Steps take a tenth of a second here; a machine with much other work must not make a hang of one.
@@ -47,13 +47,7 @@ def test_a_rank_hangs(
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        options=HANG,
-        faults=[f"rank={rank},step=6,phase={phase},kind={kind}"],
-    )
+    job = job_in(tmp_path, layout, options=HANG, faults=[f"rank={rank},step=6,phase={phase},kind={kind}"])
     result = survives(job, baseline_of(layout), code=1, saved=saved)
     assert "nothing has moved for " in result.last_line
     assert words in result.last_line
@@ -72,25 +66,16 @@ def test_a_rank_hangs(
 
 def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """What they have fetched before is used first."""
-    job = Job(
-        tmp_path / "job",
-        DP2_LOADERS,
-        save=tmp_path / "save",
-        options=HANG,
-        faults=["rank=1,step=5,phase=data,kind=loaders-stopped"],
+    job = job_in(
+        tmp_path, DP2_LOADERS, options=HANG, faults=["rank=1,step=5,phase=data,kind=loaders-stopped"]
     )
     result = survives(job, baseline_of(DP2_LOADERS), code=1, saved={4, 5, 6, 7})
     assert "rank 1 stands still, others wait; " in result.last_line
 
 
 def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        restarts=1,
-        options=HANG,
-        faults=["rank=1,step=6,phase=backward,kind=deadlock"],
+    job = job_in(
+        tmp_path, DP2, restarts=1, options=HANG, faults=["rank=1,step=6,phase=backward,kind=deadlock"]
     )
     restarts(job, baseline_of(DP2), saved={5})
 
@@ -100,12 +85,8 @@ def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> No
 )
 def test_a_rank_hangs_in_an_evaluation(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """In the third one: the first has no limit, and is the measure of the others."""
-    job = Job(
-        tmp_path / "job",
-        DP2_EVALUATES,
-        save=tmp_path / "save",
-        options=HANG,
-        faults=["rank=1,step=6,phase=evaluation,kind=deadlock"],
+    job = job_in(
+        tmp_path, DP2_EVALUATES, options=HANG, faults=["rank=1,step=6,phase=evaluation,kind=deadlock"]
     )
     result = survives(job, baseline_of(DP2_EVALUATES), code=1, saved={6})
     assert "rank 1 stands still, others wait; wait (threading.py:" in result.last_line
@@ -114,12 +95,8 @@ def test_a_rank_hangs_in_an_evaluation(tmp_path: Path, baseline_of: BaselineOf) 
 
 def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Start-up, and a pause between two steps, are longer than the limit."""
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        options=["--ttp-hang", "6"],
-        faults=["rank=1,step=5,phase=between,kind=pause"],
+    job = job_in(
+        tmp_path, DP2, options=["--ttp-hang", "6"], faults=["rank=1,step=5,phase=between,kind=pause"]
     )
     result = harness.run(job)
     assert result.code == 0, result.log[-3000:]

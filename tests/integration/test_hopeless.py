@@ -9,20 +9,14 @@ import pytest
 
 from adaptor.checkpoint import manifest
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP4, Job
+from tests.faults.harness import DP2, DP4, Job, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
 
 def test_both_holders_of_a_shard_are_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(DP4)
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        save_interval=4,
-        faults=["rank=1,step=7,phase=backward,kind=sigkill,also=3"],
-    )
+    job = job_in(tmp_path, DP4, save_interval=4, faults=["rank=1,step=7,phase=backward,kind=sigkill,also=3"])
     result = harness.run(job)
     assert result.code == 137
     assert job.save is not None
@@ -37,10 +31,9 @@ def test_both_holders_of_a_shard_are_killed(tmp_path: Path, baseline_of: Baselin
 
 
 def test_no_replica_was_asked_for(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         options=["--ttp-replica", "none", "--ttp-host-copy", "0"],
         faults=["rank=1,step=3,phase=backward,kind=sigkill"],
     )
@@ -63,7 +56,7 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
     ids=["killed-before-the-model", "exception-before-the-model", "exit-in-step-1"],
 )
 def test_before_the_first_step_has_finished(fault: str, code: int, tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", faults=[fault])
+    job = job_in(tmp_path, DP2, faults=[fault])
     result = harness.run(job)
     assert result.code == code
     assert job.save is not None

@@ -9,7 +9,18 @@ import pytest
 
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP2, DP2_FP16, DP3, ITERATIONS, MOE_EP2_DP2, TP2_DP1, Ended, Job, Layout
+from tests.faults.harness import (
+    DP2,
+    DP2_FP16,
+    DP3,
+    ITERATIONS,
+    MOE_EP2_DP2,
+    TP2_DP1,
+    Ended,
+    Job,
+    Layout,
+    job_in,
+)
 from tests.faults.library import train, undisturbed
 from tests.faults.pickles import load
 from tests.faults.same import differences
@@ -40,10 +51,9 @@ def test_no_holder_of_a_shard_is_left(
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         layout,
-        save=tmp_path / "save",
         save_interval=save_interval,
         options=["--ttp-host-copy", "2"],
         restarts=1,
@@ -62,10 +72,9 @@ def test_no_holder_of_a_shard_is_left(
 def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """With TTP_HOST_COPY=1 the death of a rank with experts of its own costs no step that all have finished.
     The buddy's files and the own ones are parts of one checkpoint (torch_dist)."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         IN_PARTS,
-        save=tmp_path / "save",
         options=["--ttp-host-copy", "1"],
         restarts=1,
         faults=["rank=1,step=8,phase=update,kind=sigkill"],
@@ -83,13 +92,7 @@ def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
 @pytest.mark.parametrize("layout", [EXPERTS_ALONE, TP2_DP1], ids=lambda layout: layout.name)
 def test_without_a_setting(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Where a shard has one holder alone, copies are made (TTP_HOST_COPY=auto), and the user is told."""
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=["rank=1,step=8,phase=update,kind=sigkill"],
-    )
+    job = job_in(tmp_path, layout, restarts=1, faults=["rank=1,step=8,phase=update,kind=sigkill"])
     result = harness.run(job)
     assert result.code == 0, result.log[-3000:]
     (line,) = [line for line in result.said if "copies in host memory at least every 50 steps: " in line]
@@ -104,10 +107,9 @@ def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineO
     if not namespaces.permitted():
         pytest.skip("this user may make no network namespace")
     with namespaces.star(3) as network:
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             EXPERTS_ALONE,
-            save=tmp_path / "save",
             nodes=2,
             spares=1,
             restarts=1,
@@ -135,10 +137,9 @@ def _assert_goes_on_from_copies(ended: Ended, job: Job, baseline: Baseline, plac
 
 def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Workers start once more, to write the copies; the job ends with the code of the fault."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         TP2_DP1,
-        save=tmp_path / "save",
         options=["--ttp-host-copy", "2"],
         faults=["rank=1,step=8,phase=backward,kind=sigkill"],
     )
@@ -160,10 +161,9 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(
     node: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """The agent of a node is killed, and its copies go along; the other node has kept them, too. With TLS."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         TP2_DP1,
-        save=tmp_path / "save",
         nodes=2,
         spares=1,
         restarts=1,

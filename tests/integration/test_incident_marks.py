@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.faults import harness
-from tests.faults.harness import DP2, ITERATIONS, Job, Layout
+from tests.faults.harness import DP2, ITERATIONS, Layout, job_in
 from tests.integration.test_online import online
 
 
@@ -81,12 +81,8 @@ def test_wandb_after_a_restart(tmp_path: Path) -> None:
     from tests import wandb_file
 
     result = harness.run(
-        Job(
-            tmp_path / "job",
-            with_wandb(tmp_path),
-            save=tmp_path / "save",
-            faults=["rank=0,step=4,phase=backward,kind=sigkill"],
-            restarts=1,
+        job_in(
+            tmp_path, with_wandb(tmp_path), faults=["rank=0,step=4,phase=backward,kind=sigkill"], restarts=1
         )
     )
     assert set(result.codes) == {0}, result.log[-3000:]

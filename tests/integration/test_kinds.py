@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import cgroups
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, job_in
 from tests.faults.scenario import BaselineOf, ends, survives
 
 
@@ -22,23 +22,13 @@ from tests.faults.scenario import BaselineOf, ends, survives
     ids=["sys.exit", "_exit-0", "sys.exit-0", "sigsegv"],
 )
 def test_the_end_of_a_process(kind: str, code: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        faults=[f"rank=1,step=6,phase=backward,kind={kind}"],
-    )
+    job = job_in(tmp_path, DP2, faults=[f"rank=1,step=6,phase=backward,kind={kind}"])
     survives(job, baseline_of(DP2), code=code, saved={5})
 
 
 def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """It lives on as a holder until its agent has decided."""
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        faults=["rank=1,step=5,phase=backward,kind=sigterm"],
-    )
+    job = job_in(tmp_path, DP2, faults=["rank=1,step=5,phase=backward,kind=sigterm"])
     result = survives(job, baseline_of(DP2), code=143, saved={4, 5})
     assert "rank 1 was told to end by SIGTERM" in result.last_line
 
@@ -46,10 +36,9 @@ def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) 
 def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_of: BaselineOf) -> None:
     try:
         with cgroups.too_little_memory() as group:
-            job = Job(
-                tmp_path / "job",
+            job = job_in(
+                tmp_path,
                 DP2,
-                save=tmp_path / "save",
                 faults=["rank=1,step=6,phase=backward,kind=oom"],
                 environment={cgroups.MEMORY: str(group)},
             )

@@ -20,8 +20,8 @@ from tests.faults.harness import (
     TP2_DP2,
     TP2_DP2_SP,
     VPP2_DP2,
-    Job,
     Layout,
+    job_in,
 )
 from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
@@ -62,12 +62,7 @@ def test_a_rank_is_killed(
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
-    )
+    job = job_in(tmp_path, layout, faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"])
     ended = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
     if (layout, rank) in PLANNED:
         assert_as_planned(ended)
@@ -88,21 +83,15 @@ def test_a_rank_is_killed_around_a_skipped_step(
 ) -> None:
     baseline = baseline_of(DP2_FP16)
     assert [line["iteration"] for line in baseline.records[0] if line["skipped"]] == [FP16_SKIPS]
-    job = Job(
-        tmp_path / "job",
-        DP2_FP16,
-        save=tmp_path / "save",
-        faults=[f"rank=1,step={step},phase={phase},kind=sigkill"],
-    )
+    job = job_in(tmp_path, DP2_FP16, faults=[f"rank=1,step={step},phase={phase},kind=sigkill"])
     survives(job, baseline, code=137, saved=saved, resumed=phase == "between")
 
 
 def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """There is no second rank for a copy, and the user is told so at the start."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         TP2_DP1,
-        save=tmp_path / "save",
         options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP2, DP2_FP16, DP2_WHOLE, DP3, DP4, FP16_SKIPS, Ended, Job, Layout
+from tests.faults.harness import DP2, DP2_FP16, DP2_WHOLE, DP3, DP4, FP16_SKIPS, Ended, Layout, job_in
 from tests.faults.scenario import BaselineOf, ends
 
 FROM_THE_COPY = "from-the-local-copy"
@@ -24,10 +24,9 @@ def _ends(
     saved: Collection[int],
     by_argument: bool = False,
 ) -> Ended:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         layout,
-        save=tmp_path / "save",
         options=[] if by_argument else ["--ttp-local-copy", "True"],
         arguments=["--local-copy-os"] if by_argument else [],
         faults=faults,

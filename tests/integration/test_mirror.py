@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, Job, Layout
+from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, Layout, job_in
 from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, assert_as_saved, survives
 
@@ -30,12 +30,7 @@ KILLED = [
 def test_a_rank_is_killed(
     layout: Layout, rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    job = Job(
-        tmp_path / "job",
-        layout,
-        save=tmp_path / "save",
-        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
-    )
+    job = job_in(tmp_path, layout, faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"])
     result = survives(job, baseline_of(layout), code=137, saved=SAVED[phase])
     assert "[ttp] second copies of optimizer shards by mirror: " in result.log
     if (layout, rank) == (DP3, 0):
@@ -45,10 +40,9 @@ def test_a_rank_is_killed(
 def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """An exception needs no copy. After the restart the copies are made of the state that was loaded, and the
     second incident is told by itself."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP3,
-        save=tmp_path / "save",
         restarts=2,
         faults=[
             "rank=2,step=4,phase=backward,kind=exception",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness
-from tests.faults.harness import ITERATIONS, Job, Layout
+from tests.faults.harness import ITERATIONS, Job, Layout, job_in
 from tests.frameworks.by_hand_modellink import BREAKS_OFF, LOCAL_COPY, killed
 from tests.frameworks.modellink_bench import Bench, Check
 
@@ -60,7 +60,7 @@ def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_local_copy_of_a_whole_optimizer_is_refused(tmp_path: Path) -> None:
     layout = Layout("small-dp2", 2, distributed_optimizer=False)
-    job = Job(tmp_path / "job", layout, save=tmp_path / "save", arguments=LOCAL_COPY, program=Small())
+    job = job_in(tmp_path, layout, arguments=LOCAL_COPY, program=Small())
     result = harness.run(job)
     assert result.code == 2, result.log[-3000:]
     assert result.last_line == (

@@ -12,7 +12,7 @@ from adaptor.protocol.records import unix
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.fault import AFTER_THE_VERDICTS
-from tests.faults.harness import DP2, DP4, Job
+from tests.faults.harness import DP2, DP4, Job, job_in
 from tests.faults.scenario import BaselineOf, assert_as_saved, assert_last_words, ends, restarts
 
 # A node that falls silent is noticed after 3 s (`wire`), where the machine has nothing else to do. By what
@@ -22,10 +22,9 @@ NOTICED_S = 20.0
 
 def test_both_agents_restart_together(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """A worker of either node dies, one after the other, with TLS between the two nodes."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP4,
-        save=tmp_path / "save",
         nodes=2,
         restarts=2,
         faults=[
@@ -43,13 +42,8 @@ def test_both_agents_restart_together(tmp_path: Path, baseline_of: BaselineOf) -
 
 def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """As at the end of a script; its agent stays, for the other node's worker fails without it."""
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        nodes=2,
-        restarts=1,
-        faults=["rank=0,step=6,phase=backward,kind=sys.exit,code=0"],
+    job = job_in(
+        tmp_path, DP2, nodes=2, restarts=1, faults=["rank=0,step=6,phase=backward,kind=sys.exit,code=0"]
     )
     restarts(job, baseline_of(DP2), saved={5})
 
@@ -61,14 +55,7 @@ def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_o
 )
 def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The job cannot go on without it, so all of it ends, saved, whatever restarts are left."""
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        nodes=2,
-        restarts=1,
-        faults=[f"rank={rank},step=5,phase=forward,kind={kind}"],
-    )
+    job = job_in(tmp_path, DP2, nodes=2, restarts=1, faults=[f"rank={rank},step=5,phase=forward,kind={kind}"])
     ended, _ = ends(job, baseline_of(DP2), code=143, saved={4, 5})
     for log in ended.logs:
         assert f"ttprun on node {rank}" in log or kind == "tree-sigterm"
@@ -78,13 +65,8 @@ def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_
 
 def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """And rank 0 with it: the other node takes over, and saves what it holds."""
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        nodes=2,
-        restarts=1,
-        faults=["rank=0,step=6,phase=backward,kind=agent-sigkill"],
+    job = job_in(
+        tmp_path, DP4, nodes=2, restarts=1, faults=["rank=0,step=6,phase=backward,kind=agent-sigkill"]
     )
     result = harness.run(job)
     assert result.codes == (137, 137), result.log[-3000:]
@@ -148,10 +130,9 @@ def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: Baselin
 
 def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """On its node alone: the agent of the other one publishes."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         nodes=2,
         faults=["rank=1,step=6,phase=backward,kind=sigkill"],
         publishing="0 move-in error",
@@ -224,10 +205,9 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
 def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """A cut that is mended, links that are slow from then on, an agent that stands still for a while."""
     with namespaces.two() as network:
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             DP2,
-            save=tmp_path / "save",
             nodes=2,
             network=network,
             options=["--ttp-hang", "8"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import scenario
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, job_in
 from tests.integration.test_fp8 import WITH_TRANSFORMER_ENGINE, baseline_of
 from tests.integration.test_online import online, trains_on
 
@@ -37,15 +37,14 @@ def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
     """Its checkpoints name classes, which torch since 2.6 loads only where it is told so."""
     environment = {**WITH_TRANSFORMER_ENGINE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     faults = ["rank=1,step=6,phase=update,kind=sigkill"]
-    job = Job(tmp_path / "job", SPLIT, save=tmp_path / "save", faults=faults, environment=environment)
+    job = job_in(tmp_path, SPLIT, faults=faults, environment=environment)
     scenario.survives(job, baseline_of(SPLIT), code=137, saved={6}, resumed=True)
 
 
 def test_a_restart(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         MIRROR,
-        save=tmp_path / "save",
         restarts=1,
         faults=["rank=0,step=6,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,

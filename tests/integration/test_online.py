@@ -35,6 +35,7 @@ from tests.faults.harness import (
     Ended,
     Job,
     Layout,
+    job_in,
 )
 from tests.faults.library import train
 from tests.faults.same import differences
@@ -76,10 +77,9 @@ KILLED = (
 def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **given: Any) -> Job:
     """A job that recovers online, from cold processes unless it says something else."""
     options = given.pop("options", ("--ttp-spares", "0"))
-    return Job(
-        tmp_path / "job",
+    return job_in(
+        tmp_path,
         layout,
-        save=tmp_path / "save",
         faults=faults,
         restarts=given.pop("restarts", 1),
         options=("--ttp-online", "60", *options),

@@ -18,7 +18,7 @@ from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, log_lines, namespaces, outcome, warm
-from tests.faults.harness import ITERATIONS, Ended, Job, Layout
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout, job_in
 from tests.faults.same import differences
 
 BATCH = ("--global-batch-size", "12")
@@ -28,7 +28,7 @@ SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 def run(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
     """Run a job of one rank on each of `nodes`, which saves in the folder `save`."""
     layout = Layout(f"dp{nodes // tp}", nodes, tp=tp, extra=extra)
-    job = Job(tmp_path / "job", layout, save=tmp_path / "save", nodes=nodes, **more)  # type: ignore[arg-type]
+    job = job_in(tmp_path, layout, nodes=nodes, **more)  # type: ignore[arg-type]
     return harness.run(job)
 
 

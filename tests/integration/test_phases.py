@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP2, DP4, Job
+from tests.faults.harness import DP2, DP4, job_in
 from tests.faults.scenario import BaselineOf, survives
 
 # What is saved when a rank fails in step 6. Before the norm no rank can be at the door; behind the barrier
@@ -43,7 +43,7 @@ SAVED = {
 )
 def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = [f"rank={rank},step=6,phase={phase},kind={kind}"]
-    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", faults=faults)
+    job = job_in(tmp_path, DP2, faults=faults)
     code, how = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
     result = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
     assert result.last_line.startswith(f"[ttp] rank {rank} {how}")
@@ -51,5 +51,5 @@ def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline
 
 def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = ["rank=0,step=6,phase=backward,kind=sigkill,also=3"]
-    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
+    job = job_in(tmp_path, DP4, faults=faults)
     survives(job, baseline_of(DP4), code=137, saved={5})

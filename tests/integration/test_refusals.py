@@ -13,7 +13,7 @@ import pytest
 from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.protocol import naming
 from tests.faults import harness, outcome, warm
-from tests.faults.harness import DP2, Job, Layout
+from tests.faults.harness import DP2, Job, Layout, job_in
 from tests.frameworks import prepare
 
 REFUSED = 2
@@ -45,7 +45,7 @@ def test_a_setting_that_makes_no_sense(
     environment: dict[str, str], options: list[str], line: str, tmp_path: Path
 ) -> None:
     """Nothing is launched: there is no output but this line."""
-    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", options=options, environment=environment)
+    job = job_in(tmp_path, DP2, options=options, environment=environment)
     result = harness.run(job)
     assert result.code == REFUSED
     (said,) = result.log.splitlines()
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     ids=["size-1", "size-3", "size-1-of-2"],
 )
 def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_path: Path) -> None:
-    ended = harness.run(Job(tmp_path / "job", layout, save=tmp_path / "save"))
+    ended = harness.run(job_in(tmp_path, layout))
     _assert_refused(ended, words, f"TTP_REPLICA is {layout.replica}", "use auto")
 
 
@@ -88,7 +88,7 @@ def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_
 )
 def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)
-    ended = harness.run(Job(tmp_path / "job", layout, save=tmp_path / "save", arguments=arguments))
+    ended = harness.run(job_in(tmp_path, layout, arguments=arguments))
     _assert_refused(ended, words, "ENABLE_TTP=False")
 
 
@@ -104,7 +104,7 @@ def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
     file.write_text(
         text.replace(old, "def get_checkpoint_name(root, checkpoints_path, iteration, release=False,")
     )
-    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", framework=tree)
+    job = job_in(tmp_path, DP2, framework=tree)
     ended = harness.run(job)
     _assert_refused(
         ended,
@@ -139,10 +139,9 @@ def test_enabled_but_not_started_by_ttprun() -> None:
 
 def test_off_is_plain_torchrun(tmp_path: Path) -> None:
     """With ENABLE_TTP=False a failure is torch's business, and nothing of the adaptor is in the workers."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         environment={"ENABLE_TTP": "False"},
         faults=["rank=1,step=2,phase=backward,kind=os._exit,code=7"],
     )

@@ -13,7 +13,7 @@ import pytest
 from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests.faults import harness, log_lines
-from tests.faults.harness import EXPERTS, ITERATIONS, VPP2_DP2, Ended, Job, Layout
+from tests.faults.harness import EXPERTS, ITERATIONS, VPP2_DP2, Ended, Job, Layout, job_in
 from tests.faults.same import differences
 from tests.integration.test_other_sizes import BATCH, assert_same
 
@@ -38,10 +38,9 @@ def _assert_trained_from(ended: Ended, tmp_path: Path, layout: Layout) -> None:
 
 def _loses_a_node_of_four(tmp_path: Path, layout: Layout) -> Ended:
     """The last of four nodes is killed in step 4, and the others may take other parallel sizes."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         layout,
-        save=tmp_path / "save",
         nodes=4,
         min_nodes=3,
         restarts=1,

@@ -12,7 +12,7 @@ import pytest
 from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, TP2_DP1, Job, Layout
+from tests.faults.harness import DP2, TP2_DP1, Job, Layout, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words
 from tests.integration.test_formats import DIST as TORCH_DIST
@@ -30,13 +30,7 @@ from tests.integration.test_formats import DIST as TORCH_DIST
 )
 def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(DP2)
-    job = Job(
-        tmp_path / "job",
-        DP2,
-        save=tmp_path / "save",
-        save_interval=3,
-        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
-    )
+    job = job_in(tmp_path, DP2, save_interval=3, faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"])
     result = harness.run(job)
     assert result.code == 137
     assert job.save is not None
@@ -79,10 +73,9 @@ def test_a_rank_cannot_write_its_part_of_a_save(
 ) -> None:
     """Training goes on without the save of step 4. Where the save of the last step fails, that is a fault."""
     baseline = baseline_of(layout)
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         layout,
-        save=tmp_path / "save",
         save_interval=4,
         restarts=1,
         arguments=arguments,
@@ -202,14 +195,7 @@ def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: B
 
 def test_two_nodes_start_again_before_anything_is_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Another node might have a checkpoint on a disk of its own: all ranks look, and begin anew."""
-    job = Job(
-        tmp_path / "job",
-        TP2_DP1,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=["rank=1,step=2,phase=forward,kind=sigkill"],
-        nodes=2,
-    )
+    job = job_in(tmp_path, TP2_DP1, restarts=1, faults=["rank=1,step=2,phase=forward,kind=sigkill"], nodes=2)
     result = harness.run(job)
     assert set(result.codes) == {0}, result.log[-3000:]
     baseline = baseline_of(TP2_DP1)

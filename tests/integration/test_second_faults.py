@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP4, Ended, Job
+from tests.faults.harness import DP4, Ended, job_in
 from tests.faults.scenario import BaselineOf, ends, survives
 
 FIRST = "rank=3,step=6,phase=backward,kind=sigkill"
@@ -35,7 +35,7 @@ def assert_blamed(ended: Ended, rank: int) -> None:
 )
 def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """`test_nodes.py` kills the agent of a writer before it writes."""
-    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=[FIRST, second])
+    job = job_in(tmp_path, DP4, faults=[FIRST, second])
     survives(job, baseline_of(DP4), code=137, saved={5})
 
 
@@ -50,18 +50,14 @@ def test_a_holder_that_does_not_make_the_files_is_killed(
 ) -> None:
     """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
     faults = ["rank=2,step=6,phase=backward,kind=sigkill", f"rank=1,phase={phase},kind=sigkill"]
-    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
+    job = job_in(tmp_path, DP4, faults=faults)
     ended = survives(job, baseline_of(DP4), code=137, saved={5})
     assert_blamed(ended, 2)
 
 
 def test_the_writer_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """It has been chosen, and does not answer any more."""
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        options=["--ttp-ot", "20"],
-        faults=[FIRST, "rank=0,phase=dump-gather,kind=sigstop"],
+    job = job_in(
+        tmp_path, DP4, options=["--ttp-ot", "20"], faults=[FIRST, "rank=0,phase=dump-gather,kind=sigstop"]
     )
     ends(job, baseline_of(DP4), code=137, saved={5})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, job_in
 from tests.faults.scenario import BaselineOf
 
 
@@ -17,10 +17,9 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
     the second comes in its place, and the third is sent home at the end.
     """
     with namespaces.two() as network:
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             DP2,
-            save=tmp_path / "save",
             nodes=2,
             spares=3,
             first_spare_dies=True,
@@ -41,10 +40,9 @@ def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """No controller is there when it is killed, and the next one has not met it."""
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         nodes=2,
         spares=1,
         dying_node=1,
@@ -68,10 +66,9 @@ def test_nodes_that_were_lost_come_back_as_spare_nodes(tmp_path: Path, baseline_
     """
     back = "agent-sigkill-beside-a-node-that-is-back"
     with namespaces.two() as network:
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             DP2,
-            save=tmp_path / "save",
             nodes=2,
             spares=1,
             returning_nodes=(1, 0),
@@ -102,10 +99,9 @@ def test_nodes_that_were_lost_come_back_as_spare_nodes(tmp_path: Path, baseline_
 def test_a_second_spare_comes_later_to_the_new_node_0(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Both spares have lost node 0, and their flags name its store; the second waits over the restart."""
     with namespaces.two() as network:
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             DP2,
-            save=tmp_path / "save",
             nodes=2,
             spares=2,
             network=network,

@@ -15,7 +15,7 @@ from adaptor.protocol import naming
 from adaptor.store import catalog, pull
 from adaptor.store.client import open_store
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, TP2_DP1, Job
+from tests.faults.harness import DP2, TP2_DP1, Job, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words
 from tests.unit import azure_server, fault_proxy, object_store
@@ -35,10 +35,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_last_words_come_back_from_the_store(server: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """What is pulled is what the framework saved at that step; another test resumes from a store."""
     baseline = baseline_of(DP2)
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         save_interval=3,
         faults=["rank=1,step=6,phase=forward,kind=sigkill"],
         options=[
@@ -68,10 +67,9 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
 ) -> None:
     """It starts again once on its way, and has one uploader throughout."""
     baseline = baseline_of(DP2)
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         restarts=1,
         faults=["rank=1,step=6,phase=forward,kind=sigkill"],
         options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
@@ -120,10 +118,9 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
 
 
 def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         options=["--ttp-store", "s3://nowhere/run7", "--ttp-store-endpoint", server],
         environment=object_store.CREDENTIALS,
     )
@@ -191,10 +188,9 @@ def test_a_job_is_resumed_on_empty_machines(
 
 
 def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
+    job = job_in(
+        tmp_path,
         DP2,
-        save=tmp_path / "save",
         options=["--ttp-store-endpoint", server],
         environment=object_store.CREDENTIALS,
         arguments=("--load", "s3://bucket/run7", "--ckpt-step", "5"),
@@ -269,10 +265,9 @@ def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: P
             return "hold before" if held else ""
 
         faults.begin(fault)
-        job = Job(
-            tmp_path / "job",
+        job = job_in(
+            tmp_path,
             TP2_DP1,
-            save=tmp_path / "save",
             options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", faults.url],
             environment=object_store.CREDENTIALS,
             nodes=2,

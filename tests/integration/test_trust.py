@@ -13,7 +13,7 @@ import pytest
 from adaptor.checkpoint import hashing, manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import flips, harness, hooks, outcome
-from tests.faults.harness import DP2, DP4, ITERATIONS, Ended, Job, Layout
+from tests.faults.harness import DP2, DP4, ITERATIONS, Ended, Job, Layout, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_last_words, ends
 from tests.integration.test_formats import DIST
@@ -77,7 +77,7 @@ def _assert_goes_on_from(step: int, ended: Ended, baseline: Baseline) -> None:
 
 def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The device of rank 1 has computed nonsense, which the framework notices; rank 3 has the same shard."""
-    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=["rank=1,step=6,phase=between,kind=nan"])
+    job = job_in(tmp_path, DP4, faults=["rank=1,step=6,phase=between,kind=nan"])
     ended, _ = ends(job, baseline_of(DP4), code=1, saved={6})
     assert "what rank 1 held of mp_rank_00 was not finite, so another copy is saved" in ended.last_line
 

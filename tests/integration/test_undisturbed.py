@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
+from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout, job_in
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
@@ -52,9 +52,7 @@ def test_no_fault(layout: Layout, options: tuple[str, ...], tmp_path: Path, base
 def test_a_fault_behind_the_training_starts_nothing_again(
     fault: str, code: int, cause: str, tmp_path: Path
 ) -> None:
-    job = Job(
-        tmp_path / "job", DP2, save=tmp_path / "save", save_interval=4, restarts=1, faults=[f"rank=1,{fault}"]
-    )
+    job = job_in(tmp_path, DP2, save_interval=4, restarts=1, faults=[f"rank=1,{fault}"])
     result = harness.run(job)
     assert result.code == code, result.log[-3000:]
     outcome.assert_saved(tmp_path / "save", ITERATIONS)
