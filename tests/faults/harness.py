@@ -154,6 +154,12 @@ MOE_TP2_EP2 = Layout(
         *("--moe-router-bias-update-rate", "0.1"),
     ),
 )
+# Two ranks have each expert together; the format `torch` has one folder for both parts.
+MOE_ETP2 = Layout(
+    "moe-dp4-etp2",
+    4,
+    extra=(*EXPERTS, "--expert-tensor-parallel-size", "2", "--ckpt-format", "torch_dist"),
+)
 DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"), batch=4)
 # Batches of 4, 4, 6, 6, then 8 samples; the framework saves when the batch size changes.
 DP2_RAMPUP = Layout(
@@ -300,8 +306,13 @@ class Ended:
         return log_lines.lines(self.log)
 
 
-def run(job: Job) -> Ended:
-    """Run a job to its end, and assert that it leaves nothing behind."""
+def run(job: Job, *, code: int | None = None) -> Ended:
+    """Run a job to its end, and assert that it leaves nothing behind.
+
+    Args:
+        job: the job to run.
+        code: the exit code with which all its agents must end; None: any.
+    """
     job.out.mkdir(parents=True)
     # Not in the job's folder: data loaders put their sockets here, and the paths of sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="ttp-test-"))
@@ -375,6 +386,9 @@ def run(job: Job) -> Ended:
         record.read(job.out / "record"),
         [json.loads(line) for line in stamps.read_text().splitlines()] if stamps.exists() else [],
         at,
+    )
+    assert code is None or set(codes) == {code}, (
+        f"exit codes {codes} in place of {code}:\n{ended.log[-5000:]}"
     )
     assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
     return ended

@@ -219,12 +219,10 @@ def copied_loop(megatron: Path, root: Path, loop: Path, further_text: str = "") 
 def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
     """Its copy of Megatron-LM's loop is called again, and writes the line of a step that was cut off."""
     tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", Path("flagscale/train/train.py"))
-    undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree))
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree), code=0)
     faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]
     job = job_in(tmp_path, DP2, faults=faults, restarts=2, framework=tree, options=("--ttp-online", "60"))
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     # The rank that was killed in the update of step 6 has recorded nothing of that step.
     outcome.assert_same_training(result, undisturbed.records, {*range(1, ITERATIONS + 1)} - {6})
@@ -258,17 +256,16 @@ def test_mindspeed_mm_goes_on_from_last_words(tmp_path: Path) -> None:
     loop, save = Path("mindspeed_mm/training.py"), tmp_path / "save"
     tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", loop, OF_MINDSPEED_MM)
     job = partial(Job, layout=DP2, framework=tree)
-    undisturbed = harness.run(job(tmp_path / "undisturbed", launcher="torchrun"))
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    undisturbed = harness.run(job(tmp_path / "undisturbed", launcher="torchrun"), code=0)
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
     faults = [fault, "rank=0,step=6,phase=backward,kind=sigkill,restart=1"]
     options = ("--ttp-online", "60")
-    result = harness.run(job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options))
-    assert result.code == 137, result.log[-3000:]
+    result = harness.run(
+        job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options), code=137
+    )
     assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
     assert any("online recovery: no (it has not been tested with mind" in line for line in result.said)
     outcome.assert_same_training(result, undisturbed.records, range(1, 6))
     outcome.assert_saved(save, 5)
-    alone = harness.run(job(tmp_path / "alone", launcher="torchrun", load=save))
-    assert alone.code == 0, alone.log[-3000:]
+    alone = harness.run(job(tmp_path / "alone", launcher="torchrun", load=save), code=0)
     outcome.assert_same_training(alone, undisturbed.records, range(6, ITERATIONS + 1))

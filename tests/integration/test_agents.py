@@ -45,8 +45,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
             "rank=1,step=5,phase=forward,kind=agent-sigint-twice,after=0",
         ],
     )
-    result = harness.run(job)
-    assert result.code == 130
+    result = harness.run(job, code=130)
     assert job.save is not None
     assert result.last_line == (
         f"[ttp] ended by SIGINT, and the workers with it; the newest checkpoint in {job.save} is step 3"

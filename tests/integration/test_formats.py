@@ -87,8 +87,7 @@ def test_a_restart_from_a_save_without_optimizer(tmp_path: Path) -> None:
     """Nobody is left to save the newest step: the job goes on from the regular save."""
     faults = [f"rank={rank},step=7,phase=backward,kind=sigkill" for rank in (0, 1)]
     job = job_in(tmp_path, DP2, save_interval=4, restarts=1, arguments=LESS, faults=faults)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     line = "[ttp] the save of step 4 was made with --no-save-optim, --no-save-rng: the job goes on from it"
     assert result.log.count(line) == 1
     assert outcome.steps_in(job.save) == [4, ITERATIONS]
@@ -112,9 +111,7 @@ def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
         "rank=1,step=5,phase=backward,kind=sigkill",
     ]
     arguments = ("--async-save", "--ckpt-assume-constant-structure")
-    job = online(tmp_path, DIST, faults, save_interval=3, arguments=arguments)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-5000:]
+    result = harness.run(online(tmp_path, DIST, faults, save_interval=3, arguments=arguments), code=0)
     assert "the regular save of step 3 was incomplete when the incident began" in result.log
     assert "1 incident (1 without a restart), 0 steps lost" in result.log
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
@@ -190,8 +187,7 @@ def test_an_asynchronous_save(arguments: list[str], tmp_path: Path, baseline_of:
         arguments=["--async-save", *arguments],
         faults=["rank=1,step=7,phase=backward,kind=sigkill"],
     )
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     steps = outcome.steps_in(save)
     assert {6, ITERATIONS} <= set(steps) <= {3, 6, ITERATIONS}, "nobody waits for the save of step 3"
     assert [manifest.defects(save / f"iter_{step:07d}") for step in steps] == [[]] * len(steps)
@@ -210,8 +206,7 @@ def test_the_framework_removes_a_checkpoint_when_an_asynchronous_save_has_its_na
         save_interval=3,
         arguments=["--async-save", "--save-retain-interval", "6"],
     )
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     assert outcome.steps_in(save) == [6, ITERATIONS], "that of step 3 is removed"
     assert manifest.defects(save / "iter_0000006") == []
     outcome.assert_saved(save, ITERATIONS)

@@ -60,8 +60,7 @@ def test_no_holder_of_a_shard_is_left(
         faults=faults,
     )
     baseline = baseline_of(layout)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     assert f"[ttp] step 6 is written from the copies in host memory ({since})" in result.said
     assert job.save is not None
     folder = job.save / "iter_0000006"
@@ -80,8 +79,7 @@ def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
         faults=["rank=1,step=8,phase=update,kind=sigkill"],
     )
     baseline = baseline_of(IN_PARTS)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     assert "[ttp] step 7 is written from the copies in host memory (nothing was saved)" in result.said
     assert job.save is not None
     folder = job.save / "iter_0000007"
@@ -93,8 +91,7 @@ def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
 def test_without_a_setting(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Where a shard has one holder alone, copies are made (TTP_HOST_COPY=auto), and the user is told."""
     job = job_in(tmp_path, layout, restarts=1, faults=["rank=1,step=8,phase=update,kind=sigkill"])
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     (line,) = [line for line in result.said if "copies in host memory at least every 50 steps: " in line]
     assert line.endswith("not that of ttprun or of the node: there is no other node")
     assert "; exceptions; ranks that die cost up to 50 steps, from copies in host memory)" in result.log
@@ -143,8 +140,7 @@ def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
         options=["--ttp-host-copy", "2"],
         faults=["rank=1,step=8,phase=backward,kind=sigkill"],
     )
-    result = harness.run(job)
-    assert result.code == 137, result.log[-3000:]
+    result = harness.run(job, code=137)
     assert "[ttp] step 6 is written from the copies in host memory (nothing was saved)" in result.said
     assert "the state cannot be saved" in result.last_line
     assert result.last_line.endswith(
@@ -255,8 +251,7 @@ def test_online_all_go_back_to_their_copies(
     options = ("--ttp-spares", "0", "--ttp-host-copy", "2")
     job = online(tmp_path, layout, [fault], options=options, save_interval=4)
     baseline = baseline_of(layout)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     (line,) = [line for line in result.said if " training goes on after step 6, " in line]
     assert "from copies in host memory; " in line
     assert "1 incident (1 without a restart), 0 steps lost" not in result.log

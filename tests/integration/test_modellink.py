@@ -60,9 +60,7 @@ def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_local_copy_of_a_whole_optimizer_is_refused(tmp_path: Path) -> None:
     layout = Layout("small-dp2", 2, distributed_optimizer=False)
-    job = job_in(tmp_path, layout, arguments=LOCAL_COPY, program=Small())
-    result = harness.run(job)
-    assert result.code == 2, result.log[-3000:]
+    result = harness.run(job_in(tmp_path, layout, arguments=LOCAL_COPY, program=Small()), code=2)
     assert result.last_line == (
         "ttprun: error: --local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: "
         "add --use-distributed-optimizer, or leave out --local-copy-os"

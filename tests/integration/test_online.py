@@ -29,6 +29,7 @@ from tests.faults.harness import (
     MOE_EP2,
     MOE_EP2_DP2,
     MOE_EP2_MIRROR,
+    MOE_ETP2,
     PP2_DP2,
     TP2_DP2,
     VPP2_DP2_OVERLAP,
@@ -40,7 +41,6 @@ from tests.faults.harness import (
 from tests.faults.library import train
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_as_saved, baselines, ends, restarts
-from tests.integration.test_experts import MOE_ETP2
 
 # What forward passes add up over a step: for a router's bias, for a loss of routers, and for the log.
 MOE_DP2_SUMS = replace(
@@ -200,9 +200,7 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
 
 def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
     """Its ranks have empty param groups, because others have such groups for experts."""
-    job = online(tmp_path, MOE_DENSE_STAGE, [], arguments=("--exit-interval", "1"))
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(online(tmp_path, MOE_DENSE_STAGE, [], arguments=("--exit-interval", "1")), code=0)
     why = "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
     assert result.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
 
@@ -255,8 +253,8 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
     assert "rank 1 was ended by SIGKILL" in report["reason"]
 
 
-# Where a rank is killed in step 4, and another one in step 6. Of those with one fault `test_layouts.py`,
-# `test_mirror.py` or `test_experts.py` kills a rank in the other half of a step.
+# A rank is killed in step 4, another rank in step 6. In layouts with one fault `test_layouts.py` kills a rank
+# in the other half of a step.
 LAYOUTS = (
     (TP2_DP2, ("backward",)),
     (VPP2_DP2_OVERLAP, ("backward", "update")),
@@ -287,14 +285,12 @@ def test_what_forward_passes_add_up_is_that_of_one_step(tmp_path: Path, baseline
         "rank=1,step=4,phase=reduction,kind=sigkill",
         "rank=1,step=6,phase=gather,kind=sigkill,restart=-1",
     ]
-    job = online(tmp_path, MOE_DP2_SUMS, faults)
-    trains_on(job, baseline_of(MOE_DP2_SUMS), incidents=2, written=(6,))
+    trains_on(online(tmp_path, MOE_DP2_SUMS, faults), baseline_of(MOE_DP2_SUMS), incidents=2, written=(6,))
 
 
 def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
-    job = online(tmp_path, DP2, faults, environment={"TTP_LOCAL_COPY": "True"})
-    trains_on(job, baseline_of(DP2))
+    trains_on(online(tmp_path, DP2, faults, environment={"TTP_LOCAL_COPY": "True"}), baseline_of(DP2))
 
 
 def test_behind_the_last_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -320,8 +316,7 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     ]
     job = online(tmp_path, DP2_RAMPUP, faults)
     baseline = baseline_of(DP2_RAMPUP)
-    result = harness.run(job)
-    assert result.code == 0, result.log[-5000:]
+    result = harness.run(job, code=0)
     assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     assert job.save is not None
     assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, 5, ITERATIONS]

@@ -31,8 +31,7 @@ def test_a_line_behind_which_the_framework_breaks_off_is_not_written_again(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """Rank 3 has written it, and waits for rank 1 to tell its times."""
-    job = online(tmp_path, DP4, ["rank=1,step=6,phase=line,kind=sigkill"])
-    trains_on(job, baseline_of(DP4))
+    trains_on(online(tmp_path, DP4, ["rank=1,step=6,phase=line,kind=sigkill"]), baseline_of(DP4))
 
 
 @pytest.mark.parametrize(

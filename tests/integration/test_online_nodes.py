@@ -88,6 +88,5 @@ def test_an_agent_is_lost_in_the_middle_of_a_recovery(
     faults: list[str], why: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """The step was saved before."""
-    job = online(tmp_path, DP4, faults, nodes=2)
-    ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+    ended, _ = ends(online(tmp_path, DP4, faults, nodes=2), baseline_of(DP4), code=137, saved={5})
     assert re.search(why, ended.log)

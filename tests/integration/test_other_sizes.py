@@ -28,8 +28,7 @@ SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 def run(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
     """Run a job of one rank on each of `nodes`, which saves in the folder `save`."""
     layout = Layout(f"dp{nodes // tp}", nodes, tp=tp, extra=extra)
-    job = job_in(tmp_path, layout, nodes=nodes, **more)  # type: ignore[arg-type]
-    return harness.run(job)
+    return harness.run(job_in(tmp_path, layout, nodes=nodes, **more))
 
 
 def lose_a_node(
@@ -59,9 +58,7 @@ def undisturbed(
         load=begin,
         save=tmp_path / "other" if saves else None,
     )
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
-    return result
+    return harness.run(job, code=0)
 
 
 def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
@@ -268,8 +265,7 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
         load=made,
         save=made,
     )
-    resumed = harness.run(job)
-    assert resumed.code == 0, resumed.log[-3000:]
+    resumed = harness.run(job, code=0)
     assert [line["iteration"] for line in resumed.records[0]] == list(range(4, ITERATIONS + 1))
 
 
@@ -298,8 +294,7 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     assert main(["transform", str(tmp_path / "kept"), str(tmp_path / "made"), *sizes]) == 0
     assert differences(tmp_path / "made" / folder, save / folder) == []
     # Without the flag the sizes that the job had are refused now, and nothing begins anew.
-    again = harness.run(Job(tmp_path / "again", Layout("tp2", 2, tp=2), save=save, load=save))
-    assert again.code == 2, again.log[-3000:]
+    again = harness.run(Job(tmp_path / "again", Layout("tp2", 2, tp=2), save=save, load=save), code=2)
     assert f"ttprun: error: step 8 in {save} has TP1 PP1, and the job has TP2 PP1: give --ttp-r" in again.log
 
 

@@ -42,14 +42,12 @@ SAVED = {
     ],
 )
 def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    faults = [f"rank={rank},step=6,phase={phase},kind={kind}"]
-    job = job_in(tmp_path, DP2, faults=faults)
+    job = job_in(tmp_path, DP2, faults=[f"rank={rank},step=6,phase={phase},kind={kind}"])
     code, how = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
     result = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
     assert result.last_line.startswith(f"[ttp] rank {rank} {how}")
 
 
 def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    faults = ["rank=0,step=6,phase=backward,kind=sigkill,also=3"]
-    job = job_in(tmp_path, DP4, faults=faults)
+    job = job_in(tmp_path, DP4, faults=["rank=0,step=6,phase=backward,kind=sigkill,also=3"])
     survives(job, baseline_of(DP4), code=137, saved={5})

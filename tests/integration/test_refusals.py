@@ -45,9 +45,7 @@ def test_a_setting_that_makes_no_sense(
     environment: dict[str, str], options: list[str], line: str, tmp_path: Path
 ) -> None:
     """Nothing is launched: there is no output but this line."""
-    job = job_in(tmp_path, DP2, options=options, environment=environment)
-    result = harness.run(job)
-    assert result.code == REFUSED
+    result = harness.run(job_in(tmp_path, DP2, options=options, environment=environment), code=REFUSED)
     (said,) = result.log.splitlines()
     assert said.startswith(f"ttprun: error: {line}")
 
@@ -104,8 +102,7 @@ def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
     file.write_text(
         text.replace(old, "def get_checkpoint_name(root, checkpoints_path, iteration, release=False,")
     )
-    job = job_in(tmp_path, DP2, framework=tree)
-    ended = harness.run(job)
+    ended = harness.run(job_in(tmp_path, DP2, framework=tree))
     _assert_refused(
         ended,
         "megatron.training.checkpointing:get_checkpoint_name",
@@ -164,8 +161,7 @@ def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
         options=["--ttp-device", ""],
         script=script,
     )
-    result = harness.run(job)
-    assert result.code == 0
+    result = harness.run(job, code=0)
     assert "modules: []" in result.log
 
 
@@ -178,8 +174,9 @@ def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
 def test_a_job_that_only_evaluates(saves: bool, tmp_path: Path) -> None:
     save = tmp_path / "save"
     arguments = ["--skip-train", "--eval-iters", "1", "--split", "90,10,0"]
-    result = harness.run(Job(tmp_path / "job", DP2, save=save if saves else None, arguments=arguments))
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(
+        Job(tmp_path / "job", DP2, save=save if saves else None, arguments=arguments), code=0
+    )
     assert "skipping training (--skip-train is on)" in result.log
     assert "validation loss at" in result.log
     assert not any("rotected" in line or "PROTECTED" in line for line in result.said), result.said
@@ -205,8 +202,7 @@ def test_a_second_job_in_the_save_folder(tmp_path: Path) -> None:
         first.kill()
         first.communicate()
     faults = ["rank=1,step=5,phase=backward,kind=sigkill"]
-    result = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults))
-    assert result.code == 0
+    result = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults), code=0)
     assert "which is gone: this job saves there now" in result.log
     assert outcome.steps_in(save) == [4, 8]
     assert not left.exists()

@@ -35,8 +35,7 @@ def assert_blamed(ended: Ended, rank: int) -> None:
 )
 def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """`test_nodes.py` kills the agent of a writer before it writes."""
-    job = job_in(tmp_path, DP4, faults=[FIRST, second])
-    survives(job, baseline_of(DP4), code=137, saved={5})
+    survives(job_in(tmp_path, DP4, faults=[FIRST, second]), baseline_of(DP4), code=137, saved={5})
 
 
 @pytest.mark.robustness(
@@ -50,8 +49,7 @@ def test_a_holder_that_does_not_make_the_files_is_killed(
 ) -> None:
     """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
     faults = ["rank=2,step=6,phase=backward,kind=sigkill", f"rank=1,phase={phase},kind=sigkill"]
-    job = job_in(tmp_path, DP4, faults=faults)
-    ended = survives(job, baseline_of(DP4), code=137, saved={5})
+    ended = survives(job_in(tmp_path, DP4, faults=faults), baseline_of(DP4), code=137, saved={5})
     assert_blamed(ended, 2)
 
 

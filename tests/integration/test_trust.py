@@ -29,24 +29,23 @@ def test_a_byte_of_the_last_words_is_changed(
 ) -> None:
     baseline = baseline_of(layout)
     save = tmp_path / "save"
-    first = harness.run(
+    harness.run(
         Job(
             tmp_path / "first",
             layout,
             save=save,
             save_interval=4,
             faults=["rank=1,step=7,phase=backward,kind=sigkill"],
-        )
+        ),
+        code=137,
     )
-    assert first.code == 137
     assert_last_words(save, 6, baseline)
     damaged = save / "iter_0000006" / name
     text = bytearray(damaged.read_bytes())
     text[len(text) // 2] ^= 1
     damaged.write_bytes(text)
 
-    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save), code=0)
     (line,) = [line for line in result.said if damaged.name in line]
     assert line == (
         f"[ttp] {damaged}: checksum differs from the manifest, kept in aside_iter_0000006.1;"
@@ -63,8 +62,7 @@ def test_a_byte_of_the_last_words_is_changed(
     # The tracker of what is loaded names a damaged step, and the user chooses an older one.
     (save / naming.final_name(ITERATIONS) / name).write_bytes(b"damaged")
     job = Job(tmp_path / "back", layout, save=tmp_path / "new", load=save, arguments=["--ckpt-step", "4"])
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     _assert_goes_on_from(4, result, baseline)
 
 
@@ -91,8 +89,7 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     baseline = baseline_of(DP2)
     save = tmp_path / "save"
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
-    first = harness.run(Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault]))
-    assert first.code == 137
+    harness.run(Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault]), code=137)
     assert_last_words(save, 6, baseline)
     (save / naming.TRACKER).unlink()
     (save / "iter_00000015").mkdir()
@@ -101,8 +98,7 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     (save / naming.final_name(7)).mkdir()
     (save / naming.final_name(7) / naming.MANIFEST).write_bytes(b"[" * 100_000)
 
-    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save), code=0)
     assert "no checkpoint, and ignored: iter_00000015, iter_0000003_tmp_x" in result.log
     (line,) = [line for line in result.said if "missing beside checkpoints" in line]
     assert line.endswith("the newest intact checkpoint is step 6")
@@ -119,8 +115,7 @@ def test_a_tracker_that_is_ahead_of_the_files_is_not_believed(
     for step, name in {2: 2, 4: 6}.items():
         shutil.copytree(baseline.checkpoints / naming.final_name(step), save / naming.final_name(name))
     (save / naming.TRACKER).write_text("6")
-    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(Job(tmp_path / "job", layout, save=save, load=save), code=0)
     (line,) = [line for line in result.said if "have loaded step 4" in line]
     assert line.startswith(f"[ttp] {save / naming.final_name(6)}: ")
     assert line.endswith("kept in aside_iter_0000006.1; the newest intact checkpoint is step 2")
@@ -139,8 +134,7 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
     environment = {**COMPARED, "TTP_DRILL_EVERY": "2"}
     job = Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault], environment=environment)
-    first = harness.run(job)
-    assert first.code == 137
+    harness.run(job, code=137)
     (status,) = (tmp_path / "first").glob("logs/*/status.json")
     drilled = json.loads(status.read_text())
     assert (drilled["drill_step"] in (2, 4, 6), drilled["drill_problem"]) == (True, "")
@@ -160,8 +154,7 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     (lie / naming.MANIFEST).write_bytes(described.encode())
     assert manifest.defects(lie) == []
 
-    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(Job(tmp_path / "job", DP2, save=save, load=save), code=0)
     (line,) = [line for line in result.said if "have loaded another state" in line]
     assert line.startswith(f"[ttp] {lie}: the ranks have loaded another state than that on which the holders")
     assert "exp_avg of shard 0 of mp_rank_00 on rank 0" in line
@@ -181,8 +174,7 @@ def test_saves_that_lie_are_refused(layout: Layout, arguments: list[str], tmp_pa
     job = Job(
         tmp_path / "job", layout, save=save, save_interval=1, arguments=arguments, environment=environment
     )
-    result = harness.run(job)
-    assert result.code == 0, result.log[-3000:]
+    result = harness.run(job, code=0)
     refused = [line for line in result.said if "could not be saved" in line]
     assert [int(re.findall(r"step (\d+) could not be saved", line)[0]) for line in refused] == [*hooks.LIES]
     assert outcome.steps_in(save) == [1, 7, ITERATIONS]
