@@ -170,6 +170,10 @@ class Invariants:
             return  # by design, the job waits for a node that never came as long as the framework does
         if not any(agent.alive for agent in world.machines.values()):
             return
+        if lost.agent.stopped and not hasattr(lost, "trainee"):
+            # Only its agent knows of the death, and before training begins a hang has no limit.
+            lost.agent.do(world.clock.after, NOTICED_S, self._noticed, rank, lost)
+            return
         hubs = world.hubs.values()
         is_known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
         is_known = is_known or world.workers[rank] is not lost  # it has been replaced
