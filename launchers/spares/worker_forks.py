@@ -118,13 +118,15 @@ class Forks:
 
     def why_not(self) -> str:
         """Return why forks of this process may not be workers; '': forks may be workers."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of other threads
-            child = os.fork()  # libraries that prepare for forks, such as OpenBLAS, end their threads
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        # Not without need: after a fork the first write to each page of this process costs a page fault.
+        if _has_threads():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python warns of other threads
+                child = os.fork()  # libraries that prepare for forks, such as OpenBLAS, end their threads
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        if _has_threads():
             return "an import starts a thread"
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -206,6 +208,10 @@ def take_streams(agent: socket.socket) -> list[int]:
     if len(streams) != _SPARE_STREAMS:
         raise EOFError
     return streams
+
+
+def _has_threads() -> bool:
+    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def _descriptors() -> set[str]:

@@ -704,6 +704,23 @@ def test_a_spare_that_is_not_to_be_forked_says_why(
     runs(tmp_path, act, spares=1)
 
 
+def test_a_spare_with_one_thread_is_not_forked_to_try(tmp_path: Path) -> None:
+    """A fork would make each page of the spare cost a fault when it is first written to, in a recovery."""
+    forked = tmp_path / "forked"
+    (tmp_path / "own.py").write_text(
+        f"import os, pathlib\nos.register_at_fork(before=pathlib.Path({str(forked)!r}).touch)\n"
+    )
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import own\n" + node.script.read_text())
+        await node.begin(0)
+        await node.has_run(0)
+        assert (await node.makes_a_spare()).no_forks == ""
+        assert not forked.exists()
+
+    runs(tmp_path, act, spares=1)
+
+
 def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
