@@ -382,7 +382,8 @@ class Worker(Process):
     def _freeze(self, order: Freeze) -> Body[None]:
         if order.stacks:
             yield self.world.random.uniform(0.0, 0.2)
-        waits = bool(self.waits_for.keys() - self._outcomes.keys())
+        # The main thread: a dump that was given up waits on another thread.
+        waits = not all(map(meetings.is_apart, self.waits_for.keys() - self._outcomes.keys()))
         standing = Standing(waits, "somewhere") if order.stacks else None
         board = yield from self.through(lambda: self.session.freezer.freeze(self.world.timeout_s / 2))
         if board is not None:
@@ -467,6 +468,7 @@ class Worker(Process):
             except Exception as error:
                 self._cannot(done, error, may_be_echo=True)
         self._is_out_of_loop, self._ready, self.newcomer = False, None, False
+        self.session.come_round()
 
     def _join(self, order: Regroup) -> Body[None]:
         trainee, job, session = self.trainee, self.world.job, self.session
