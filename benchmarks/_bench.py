@@ -5,6 +5,7 @@ Importing this module puts the repository's root on the path: a benchmark is sta
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -22,6 +23,13 @@ _RESAMPLES = 10_000
 sys.path.insert(0, str(ROOT))
 
 from tests import machine  # noqa: E402
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help has the docstring of a benchmark as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, table
+from _bench import Benchmark, argument_parser, table
 
 from adaptor.launchers.control.agent_connections import (
     LOOPBACK,
@@ -229,9 +229,7 @@ def _resident_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1000, help="a multiple of a quarter of the groups")
     parser.add_argument("--groups", type=int, default=8, help="ranks that write: tensor × pipeline parallel")
     parser.add_argument("--play", nargs=3, metavar=("PORT", "SECRET", "FAULT"), help=argparse.SUPPRESS)

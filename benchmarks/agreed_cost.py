@@ -8,7 +8,6 @@ take 1/d.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _bench import Benchmark, bootstrap, table
+from _bench import Benchmark, argument_parser, bootstrap, table
 
 from adaptor import context, patches, patching
 from adaptor.frameworks.regular_save import RegularSaves
@@ -86,9 +85,7 @@ def save(root: Path, rank: Any, step: int, *, is_compared: bool) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--elements", type=int, default=1 << 24, help="of the model")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default a temporary one")

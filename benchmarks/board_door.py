@@ -8,13 +8,12 @@ and RNG tracker.
 
 from __future__ import annotations
 
-import argparse
 import time
 import types
 from collections.abc import Callable
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 
 from adaptor.devices.device import HOST
 from adaptor.protocol.board import Board, BoardMemory
@@ -147,9 +146,7 @@ def measure(act: Callable[[], Any], batches: int, calls: int) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--batches", type=int, default=5000, help="the median is taken over so many batches")
     parser.add_argument("--steps", type=int, default=20, help="steps in a batch")
     parser.add_argument("--no-record", action="store_true", help="leave out the record, which needs Megatron")

@@ -13,7 +13,6 @@ or be given --minutes: it goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import shutil
@@ -25,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _bench import OUT, ROOT, Benchmark
+from _bench import OUT, ROOT, Benchmark, argument_parser
 from _job import Job, JobError, run
 from _layouts import CUTS
 from _pages import heading, section
@@ -224,9 +223,7 @@ def check_records(campaign: Campaign) -> tuple[dict[str, int], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     usual = [kind for kind, weight in KINDS.items() for _ in range(weight)]
     parser.add_argument("--incidents", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=20250101)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from _bench import OUT, Benchmark, table
+from _bench import OUT, Benchmark, argument_parser, table
 
 from tests.faults import harness
 from tests.faults.fault import Fault
@@ -299,9 +299,7 @@ def _total(counted: Counter[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(CUTS)[:8], choices=list(CUTS))
     parser.add_argument("--flips", type=int, default=24, help="of each job")
     parser.add_argument("--seed", type=int, default=1)

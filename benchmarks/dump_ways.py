@@ -10,7 +10,6 @@ measures instead what a holder does with each byte: CPU seconds of one process f
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import JobError, new_folder, run
 
 from adaptor.checkpoint import disk, page_cache, shards, state_writer
@@ -171,9 +170,7 @@ def measure_parts(folder: Path, repeats: int, benchmark: Benchmark) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--params", type=int, default=75, help="in millions; each has 14 bytes in the files")
     parser.add_argument("--not-gathered", action="store_true", help="leave that way out, which takes longest")

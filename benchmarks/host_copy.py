@@ -7,13 +7,12 @@ it, unless its step is shorter than the copy. Under load wall time would say not
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import types
 
 import torch
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 
 from adaptor import descriptors
 from adaptor.checkpoint.step_record import StepRecord
@@ -25,9 +24,7 @@ _PARAM = 1 << 22
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=512, help="of optimizer state")
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()

@@ -8,14 +8,13 @@ to, taken in the survivors: this is the figure.
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import RANKS, Job, JobError, first, last, new_folder, run
 
 from tests.faults.fault import Fault
@@ -91,9 +90,7 @@ def measure(folder: Path, kind: str, faults: Sequence[Fault]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=10, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=1, help="of ranks and phases")

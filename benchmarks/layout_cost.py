@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _bench import OUT, Benchmark, table
+from _bench import OUT, Benchmark, argument_parser, table
 from _job import JobError, model, new_folder, run
 from step_cost import TARGETS, Race, interval, one_start
 
@@ -213,9 +213,7 @@ HEAD = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks for each row")
     parser.add_argument("--block", type=int, default=8, help="steps in a block; the first is not timed")
     parser.add_argument("--layers", type=int, default=4)

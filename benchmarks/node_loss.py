@@ -11,14 +11,13 @@ its end, are compared bit for bit with those of a run of the unmodified framewor
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import JobError, new_folder, run
 
 from tests.certificates import Authority
@@ -109,9 +108,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=10, help="jobs of each way, in turns; each loses a node"
     )

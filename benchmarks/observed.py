@@ -8,7 +8,6 @@ published, by jobs in turns that are recovered online, with a spare process. Eac
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import shutil
@@ -19,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from _bench import Benchmark, bootstrap, spread, table
+from _bench import Benchmark, argument_parser, bootstrap, spread, table
 from _job import RANKS, Job, JobError, first, free_port, model, new_folder, run
 from online_latency import GAP, WAYS, schedule
 from step_cost import ARMS, Race, interval, one_start
@@ -151,9 +150,7 @@ def ratio_of_medians(times: Mapping[str, Sequence[float]], seed: int) -> tuple[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="jobs with faults, of each kind")
     parser.add_argument("--faults", type=int, default=5, help="in each of them")
     parser.add_argument("--starts", type=int, default=4, help="of the jobs whose steps are timed")

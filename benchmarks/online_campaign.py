@@ -11,7 +11,6 @@ It can be interrupted and started again with the same settings: jobs that are do
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _second_faults
-from _bench import OUT, ROOT, Benchmark
+from _bench import OUT, ROOT, Benchmark, argument_parser
 from _job import Job, JobError, run
 from _online import (
     ALL,
@@ -195,9 +194,7 @@ def _checkpoint_problems(undisturbed: Job, job: Job) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--incidents", type=int, default=60, help="stop when there were so many")
     parser.add_argument("--seed", type=int, default=20261123)
     usual = [kind for kind, weight in KINDS.items() for _ in range(weight)]

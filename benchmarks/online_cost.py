@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import _blocks
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _blocks import ARMS, Measured, middle, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 
@@ -132,9 +132,7 @@ def summary(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
     _blocks.add_options(parser)

@@ -9,7 +9,6 @@ incident's timeline has them.
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import RANKS, Job, JobError, new_folder, run
 
 from adaptor.protocol.records import unix
@@ -143,9 +142,7 @@ def parts(incident: Mapping[str, Any], rank: int, struck: float) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each way, in turns")
     parser.add_argument("--faults", type=int, default=5, help="in each job")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

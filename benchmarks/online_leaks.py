@@ -10,14 +10,13 @@ words and a restart.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import _holdings
-from _bench import Benchmark, table
+from _bench import Benchmark, argument_parser, table
 from _job import Job, JobError, new_folder, run
 from _online import differences
 from torch.distributed import ProcessGroupGloo
@@ -105,9 +104,7 @@ def rows(found: dict[str, Any], who: str, columns: Sequence[str]) -> list[list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--recoveries", type=int, default=100, help="with torch before 2.14: ten")

@@ -9,7 +9,6 @@ from the disk, in sizes of the checkpoint, and the CPU time depend less on what 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import new_folder, run
 
 from adaptor import context, patches, patching
@@ -111,9 +110,7 @@ def _read_from_disk() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=10, help="pairs, from memory and from the disk each")
     parser.add_argument("--mebibytes", type=int, default=1024)
     options = parser.parse_args()

@@ -11,14 +11,13 @@ many processes as hold the state.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, argument_parser, spread, table
 from _job import RANKS, Job, JobError, first, last, model, new_folder, run
 
 from adaptor.checkpoint.tracker import tracked_step
@@ -142,9 +141,7 @@ def measure(folder: Path, name: str, repeats: int, phase: str, checkpoint_format
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=8, help="incidents of each model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(

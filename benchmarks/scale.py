@@ -9,7 +9,6 @@ the job apart.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import tempfile
@@ -17,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from _bench import Benchmark, table
+from _bench import Benchmark, argument_parser, table
 
 from adaptor import config
 from adaptor.launchers.control.agent_connections import LOOPBACK, RejectedConnections
@@ -158,9 +157,7 @@ def resident_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=100_000, help="a multiple of 8 and of twice the groups")
     parser.add_argument(
         "--groups", type=int, default=125, help="ranks that write: tensor × pipeline parallel"

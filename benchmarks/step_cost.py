@@ -15,7 +15,6 @@ same way: a busy machine changes it less. Losses of both jobs are compared bit f
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import socket
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, bootstrap, spread, table
+from _bench import Benchmark, argument_parser, bootstrap, spread, table
 from _job import RANKS, Job, JobError, add_size_options, model, new_folder, run
 
 # By replica.
@@ -215,9 +214,7 @@ def one_start(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--starts", type=int, default=4, help="how often both jobs are started")
     parser.add_argument("--pairs", type=int, default=30, help="pairs of blocks after each start")
     parser.add_argument("--block", type=int, default=8, help="steps in a block; the first is not counted")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import _blocks
-from _bench import Benchmark, table
+from _bench import Benchmark, argument_parser, table
 from _blocks import WARM_UP, middle, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 from _parts import PARTS
@@ -116,9 +116,7 @@ def parts_of(pairs: Sequence[tuple[Block, Block]], meter: str) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     names = [row.name for row in ROWS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="ROW", help=str(names))
     parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks, one off and one on")

@@ -31,7 +31,7 @@ from typing import Any
 import _blocks
 import msgspec
 import psutil
-from _bench import Benchmark, table
+from _bench import Benchmark, argument_parser, table
 from _blocks import Measured, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 from step_cost import interval
@@ -200,9 +200,7 @@ def report(found: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", choices=(1, 2), default=[1, 2])
     parser.add_argument("--pairs", type=int, default=50, help="pairs of blocks in each job (default 50)")
     parser.add_argument("--rate", type=rate, default=200 * 10**6, help="TTP_STORE_RATE (default 200M)")

@@ -10,7 +10,6 @@ cache, since the checkpoint was just written, unless it is larger than the memor
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import os
 import pstats
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from _bench import ROOT, Benchmark, spread, table
+from _bench import ROOT, Benchmark, argument_parser, spread, table
 
 from adaptor.__main__ import main as command
 from adaptor.protocol import naming
@@ -65,9 +64,7 @@ def _profile(source: Path, target: Path, options: list[str]) -> str:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4, help="of 12 million params each (default 4: 0.9 GB)")
     parser.add_argument("--workers", type=int, default=2)
