@@ -21,6 +21,13 @@ class Agent:
     async def connect(cls, port: int, tls: ssl.SSLContext | None = None) -> Agent:
         return cls(*await asyncio.open_connection("127.0.0.1", port, ssl=tls))
 
+    @classmethod
+    async def proven(cls, port: int, secret: str) -> Agent:
+        """Return a connection that has proved the secret of the job."""
+        agent = await cls.connect(port)
+        await agent.prove(secret)
+        return agent
+
     async def prove(self, secret: str) -> None:
         await wire.prove_agent(self.reader, self.writer, bytes.fromhex(secret))
 

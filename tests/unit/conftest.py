@@ -6,6 +6,8 @@ test: one by one these jobs wait longer than all unit tests take.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -28,6 +30,16 @@ settings.load_profile("unit")
 def pytest_itemcollected(item: pytest.Item) -> None:
     if isinstance(item, pytest.Function) and not STARTS_JOBS.isdisjoint(item.fixturenames):
         item.add_marker(pytest.mark.integration)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,20 +75,16 @@ class Open:
         return sum(number for what, number in self.rejected.counted.items() if what.startswith(words))
 
 
-def with_gate(
-    act: Callable[[Open], Coroutine[Any, Any, None]],
-    certificates: Tls | None = None,
-    limit_s: float = LONG_S,
-) -> None:
-    async def main() -> None:
-        opened = Open(certificates)
-        try:
-            await asyncio.wait_for(act(opened), limit_s)
-        finally:
-            await opened.listener.close()
-            opened.rejected.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gate(certificates: Tls | None = None, limit_s: float = LONG_S) -> AsyncIterator[Open]:
+    """An open gate, which is closed at the end; what is done there takes at most `limit_s`."""
+    opened = Open(certificates)
+    try:
+        async with wire.deadline(limit_s):
+            yield opened
+    finally:
+        await opened.listener.close()
+        opened.rejected.close()
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +150,9 @@ async def somebody_else(answer: Answer) -> AsyncIterator[int]:
     await changes.until(lambda: not here)
 
 
-def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns nothing, not even a proof of the controller's."""
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         agent = await Agent.connect(opened.port)
         agent.writer.write(secrets.token_bytes(64))
         assert len(await agent.reader.read(100)) == 32
@@ -169,31 +164,26 @@ def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened._counted("did not know the secret") >= 2
         await agent.close()
 
-    with_gate(act)
 
-
-def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else listens where the controller was: an agent tells it nothing, and says so."""
 
-    async def act() -> None:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(secrets.token_bytes(64))
-            await reader.read()
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(secrets.token_bytes(64))
+        await reader.read()
 
-        async with somebody_else(answer) as port:
-            said = await connects_in_vain(port, SECRET, None, monkeypatch)
-            assert "does not know the secret of this job" in said
-
-    asyncio.run(act())
+    async with somebody_else(answer) as port:
+        said = await connects_in_vain(port, SECRET, None, monkeypatch)
+        assert "does not know the secret of this job" in said
 
 
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = asyncio.run(connects_in_vain(free_port(), SECRET, None, monkeypatch))
+async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = await connects_in_vain(free_port(), SECRET, None, monkeypatch)
     assert re.search(r"cannot be reached: .*Connect call failed.* --local-addr", said)
 
 
 @pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
-def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent goes on to the next node, but not because all the others came at the same time."""
     monkeypatch.setattr(agent_connections, "PAUSE_S", 0.01)
     monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", LONG_S)
@@ -209,32 +199,29 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
         if who != "crowded":
             await reader.read()
 
-    async def act() -> None:
-        if who == "nobody":
-            assert await try_connect("127.0.0.1", free_port(), SECRET, None) is None
-            return
-        expected = 3 if who == "crowded" else 1
-        async with somebody_else(answer) as port:
-            found = await try_connect("127.0.0.1", port, SECRET, None)
-            assert (found is not None) == (who == "crowded")
-            # Who falls silent may not even have been accepted.
-            await came.changes.until(lambda: len(came) >= expected)
-            assert len(came) == expected
-            if found is not None:
-                found[1].close()
-
-    asyncio.run(act())
+    if who == "nobody":
+        assert await try_connect("127.0.0.1", free_port(), SECRET, None) is None
+        return
+    expected = 3 if who == "crowded" else 1
+    async with somebody_else(answer) as port:
+        found = await try_connect("127.0.0.1", port, SECRET, None)
+        assert (found is not None) == (who == "crowded")
+        # Who falls silent may not even have been accepted.
+        await came.changes.until(lambda: len(came) >= expected)
+        assert len(came) == expected
+        if found is not None:
+            found[1].close()
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
-def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.FixtureRequest) -> None:
+async def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.FixtureRequest) -> None:
     """Its kernel takes the connection; its process comes to it when a dead machine would be given up."""
     certificates = request.getfixturevalue("ours") if with_tls else None
 
     async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pass
 
-    async def act() -> None:
+    async with wire.deadline(LONG_S):
         loop = asyncio.get_running_loop()
         now, queued = [loop.time()], asyncio.Event()
         loop.time = lambda: now[0]  # type: ignore[method-assign]  # nothing is too late but by this test
@@ -259,13 +246,10 @@ def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.Fixture
         await listener.close()
         rejected.close()
 
-    asyncio.run(asyncio.wait_for(act(), LONG_S))
 
-
-def test_a_mirror_does_not_pass() -> None:
+async def test_a_mirror_does_not_pass() -> None:
     """Giving the controller's own bytes back proves nothing: the two roles sign differently."""
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         mirror = await Agent.connect(opened.port)
         nonce = await mirror.reader.readexactly(32)
         mirror.writer.write(nonce + nonce + wire.frame(HELLO))
@@ -274,13 +258,10 @@ def test_a_mirror_does_not_pass() -> None:
         assert opened.came == []
         await mirror.close()
 
-    with_gate(act)
 
-
-def test_a_replay_does_not_pass() -> None:
+async def test_a_replay_does_not_pass() -> None:
     """All that an agent sent, recorded and sent again."""
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         recorded = bytearray()
         agent = await Agent.connect(opened.port)
         write = agent.writer.write
@@ -297,15 +278,12 @@ def test_a_replay_does_not_pass() -> None:
         await agent.close()
         await replay.close()
 
-    with_gate(act)
-
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20], ids=len)
-def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> None:
+async def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> None:
     certificates = request.getfixturevalue("ours") if with_tls else None
-
-    async def act(opened: Open) -> None:
+    async with gate(certificates) as opened:
         stranger = await Agent.connect(opened.port)
         stranger.writer.write(noise)
         stranger.writer.write_eof()
@@ -314,13 +292,10 @@ def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> 
         await opened.rejected.changes.until(lambda: bool(opened.rejected.counted))
         assert sum(opened.rejected.counted.values()) == 1
 
-    with_gate(act, certificates)
 
-
-def test_a_port_scan(many_descriptors: int) -> None:
+async def test_a_port_scan(many_descriptors: int) -> None:
     """Connections that are there and gone, half of them with a reset: each is counted, and costs nothing."""
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         reset = struct.pack("ii", 1, 0)
         for number in range(1000):
             with socket.socket() as stranger:
@@ -334,14 +309,11 @@ def test_a_port_scan(many_descriptors: int) -> None:
         assert not opened.listener._unproved
         assert opened.came == [HELLO]
 
-    with_gate(act)
 
-
-def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
         await proved.prove(SECRET.hex())
 
@@ -359,17 +331,16 @@ def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         task.cancel()
         await opened.counts(had_not_proved=3)
 
-    with_gate(act)
 
-
-def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_stranger_in_a_tls_handshake_is_dropped(
+    ours: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Silent, or a byte of its first message at a time."""
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
     memory_bio = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         ours.contexts.client.wrap_bio(ssl.MemoryBIO(), memory_bio).do_handshake()
-
-    async def act(opened: Open) -> None:
+    async with gate(ours) as opened:
         silent, slow = [await Agent.connect(opened.port) for _ in range(2)]
 
         async def trickle() -> None:
@@ -385,8 +356,6 @@ def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: p
         await opened.counts(had_not_proved=2)
         assert opened.came == []
 
-    with_gate(act, ours)
-
 
 @pytest.fixture
 def many_descriptors() -> Iterator[int]:
@@ -399,7 +368,7 @@ def many_descriptors() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
-def test_thousands_of_half_open_connections(
+async def test_thousands_of_half_open_connections(
     with_tls: bool, many_descriptors: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificates = request.getfixturevalue("ours") if with_tls else None
@@ -419,17 +388,14 @@ def test_thousands_of_half_open_connections(
         await opened.counts(went_without=opened.listener._most - 1)
         assert opened.came == [HELLO, HELLO]
 
-    async def act(opened: Open) -> None:
+    async with gate(certificates, limit_s) as opened:
         with contextlib.ExitStack() as silent:
             await come(opened, silent)
 
-    with_gate(act, certificates, limit_s)
 
-
-def test_no_descriptors_are_left() -> None:
+async def test_no_descriptors_are_left() -> None:
     """Strangers give theirs back; an agent knocks until there is one."""
-
-    async def act(opened: Open) -> None:
+    async with gate() as opened:
         silent = [await Agent.connect(opened.port) for _ in range(5)]
         for stranger in silent:
             assert await stranger.reader.readexactly(32), "it was accepted"
@@ -448,8 +414,6 @@ def test_no_descriptors_are_left() -> None:
             await stranger.close()
         late.close()
 
-    with_gate(act)
-
 
 class Lines(logging.Handler):
     """What is said to a logger; pytest's own may hear it twice."""
@@ -462,27 +426,24 @@ class Lines(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def test_one_line_for_all_strangers(
+async def test_one_line_for_all_strangers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Lines()
     monkeypatch.setattr(logging.getLogger("adaptor"), "handlers", [log])
     monkeypatch.setattr(rejected_module, "LINE_S", 0.5)
-
-    async def act(opened: Open) -> None:
-        for _ in range(100):
-            stranger = await Agent.connect(opened.port)
-            stranger.writer.write(bytes(64))
-            await stranger.close()
-        await opened.counts(did_not_know=100)
-        await log.heard.changes.until(lambda: bool(log.heard))
-        last = await Agent.connect(opened.port)
-        await last.close()
-        await opened.counts(went_without=1)
-
     begun = time.monotonic()
     with caplog.at_level(logging.INFO, "adaptor"):
-        with_gate(act)
+        async with gate() as opened:
+            for _ in range(100):
+                stranger = await Agent.connect(opened.port)
+                stranger.writer.write(bytes(64))
+                await stranger.close()
+            await opened.counts(did_not_know=100)
+            await log.heard.changes.until(lambda: bool(log.heard))
+            last = await Agent.connect(opened.port)
+            await last.close()
+            await opened.counts(went_without=1)
     took = time.monotonic() - begun
     assert log.heard[-1] == (
         "101 rejected connections at the gate so far: 100 did not know the secret, 1 went without a proof"
@@ -494,15 +455,13 @@ def test_one_line_for_all_strangers(
 # TLS
 
 
-def test_an_agent_with_a_certificate(ours: Tls) -> None:
-    async def act(opened: Open) -> None:
+async def test_an_agent_with_a_certificate(ours: Tls) -> None:
+    async with gate(ours) as opened:
         await opened.passes(ours)
         assert not opened.rejected.counted
 
-    with_gate(act, ours)
 
-
-def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
+async def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
     """Whoever has a certificate and can speak no newer one than 1.2 is refused, on either side."""
     older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     older.check_hostname = False
@@ -511,8 +470,7 @@ def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
     older.maximum_version = ssl.TLSVersion.TLSv1_2
     current = ours.contexts
     assert current.client.minimum_version == current.server.minimum_version == ssl.TLSVersion.TLSv1_3
-
-    async def act(opened: Open) -> None:
+    async with gate(ours) as opened:
         agent = await Agent.connect(opened.port, current.client)
         assert agent.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         await agent.close()
@@ -521,19 +479,14 @@ def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
         await opened.counts(had_no_certificate=1)
         assert opened.came == []
 
-    with_gate(act, ours)
 
-
-def test_a_certificate_of_another_signer(ours: Tls, theirs: Tls) -> None:
+async def test_a_certificate_of_another_signer(ours: Tls, theirs: Tls) -> None:
     """Each side refuses the other's, whatever the secret; the agent says why, at once."""
-
-    async def act(opened: Open) -> None:
+    async with gate(ours) as opened:
         with pytest.raises(StartError, match="cannot be reached: certificate"):
             await connect("127.0.0.1", opened.port, SECRET, theirs)
         await opened.passes(ours)
         assert opened.came == [HELLO]
-
-    with_gate(act, ours)
 
 
 class Fixed(Tls):
@@ -546,12 +499,11 @@ class Fixed(Tls):
         return self.contexts
 
 
-def test_the_controller_refuses_a_certificate_of_another_signer(
+async def test_the_controller_refuses_a_certificate_of_another_signer(
     authority: Authority, theirs: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that believes anyone, without a certificate and with one."""
-
-    async def act(opened: Open) -> None:
+    async with gate(theirs) as opened:
         credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         credulous.check_hostname = False
         credulous.verify_mode = ssl.CERT_NONE
@@ -564,13 +516,11 @@ def test_the_controller_refuses_a_certificate_of_another_signer(
         assert opened._counted("had no certificate of this job") >= 2
         assert opened.came == []
 
-    with_gate(act, theirs)
-
 
 @pytest.mark.robustness(
     "B4", "every certificate of the job is replaced while it trains", "those made later are used from then on"
 )
-def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another signer, even: who comes afterwards has the new ones; a connection that is open stays."""
     monkeypatch.setattr(credentials, "READ_S", LONG_S)
     signers = [Authority(tmp_path / name) for name in ("old", "new")]
@@ -582,8 +532,7 @@ def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shutil.copy(signed[0][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
     here = credentials.load(config.load(files))
     old, new = (credentials.load(config.load(settings)) for settings in signed)
-
-    async def act(opened: Open) -> None:
+    async with gate(here) as opened:
         before = await connect("127.0.0.1", opened.port, SECRET, old)
         for end in ends:
             shutil.copy(signed[1][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
@@ -595,28 +544,19 @@ def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert await before[0].readexactly(7) == b"welcome"
         before[1].close()
 
-    with_gate(act, here)
 
-
-def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(opened: Open) -> None:
+async def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gate(ours) as opened:
         said = await connects_in_vain(opened.port, bytes(32), ours, monkeypatch)
         assert "it shuts the connection" in said
         assert opened.came == []
 
-    with_gate(act, ours)
 
-
-def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def plain_agent(opened: Open) -> None:
-        """Both wait for the other to begin."""
+async def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gate() as opened:
+        said = await connects_in_vain(opened.port, SECRET, ours, monkeypatch)
+        assert "cannot be reached: TLS: " in said
+    async with gate(ours) as opened:  # both sides wait for the other to begin
         monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):
             await connect("127.0.0.1", opened.port, SECRET, None)
-
-    async def plain_controller(opened: Open) -> None:
-        said = await connects_in_vain(opened.port, SECRET, ours, monkeypatch)
-        assert "cannot be reached: TLS: " in said
-
-    with_gate(plain_agent, ours)
-    with_gate(plain_controller)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -442,9 +443,7 @@ def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) ->
     port, secret = port_of(job.nodes[1]), standby.secret.hex()
 
     async def act() -> None:
-        agents = [await Agent.connect(port) for _ in range(40)]
-        for agent in agents:
-            await agent.prove(secret)
+        agents = [await Agent.proven(port, secret) for _ in range(40)]
         for agent in agents[:20]:
             agent.say(AgentHello(0, (0,)))
         for agent in agents[20:]:
@@ -488,60 +487,49 @@ class Open:
         self.rejected.close()
 
 
-def with_hub(act: Callable[[ControllerHost, int, str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
-    """Run `act(controller_host, port, secret)` beside a controller host for two nodes."""
-
-    async def main() -> None:
-        opened = Open(tmp_path, free_port())
-        try:
-            await asyncio.wait_for(act(opened.controller_host, opened.port, opened.secret), LONG_S)
-        finally:
-            await opened.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def host_of_two_nodes(folder: Path) -> AsyncIterator[Open]:
+    """An open controller host for two nodes; what is done there takes at most LONG_S."""
+    opened = Open(folder, free_port())
+    try:
+        async with wire.deadline(LONG_S):
+            yield opened
+    finally:
+        await opened.close()
 
 
-def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
+async def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        agent = await Agent.proven(opened.port, opened.secret)
         agent.say(AgentHello(1, (1,)), Died(1, 3, 0.0, BoardRecord(1)))
         verdict = await agent.hears()
         assert isinstance(verdict, Verdict)
         assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
         await agent.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_who_waits_for_what_agents_tell_is_woken_by_it(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        members = controller_host.controller.membership
-        comes = asyncio.ensure_future(controller_host.until(lambda: 1 in members.agents, LONG_S))
-        goes = asyncio.ensure_future(controller_host.until(lambda: 1 in members.lost, LONG_S))
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
+async def test_who_waits_for_what_agents_tell_is_woken_by_it(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        members = opened.controller_host.controller.membership
+        comes = asyncio.ensure_future(opened.controller_host.until(lambda: 1 in members.agents, LONG_S))
+        goes = asyncio.ensure_future(opened.controller_host.until(lambda: 1 in members.lost, LONG_S))
+        agent = await Agent.proven(opened.port, opened.secret)
         agent.say(AgentHello(1, (1,)))
         await comes
         assert not goes.done()
-        await controller_host.until(lambda: 1 in members.lost, 0.0)  # in vain
+        await opened.controller_host.until(lambda: 1 in members.lost, 0.0)  # in vain
         assert 1 not in members.lost
         await agent.close()
         await goes
 
-    with_hub(act, tmp_path)
 
-
-def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
+async def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        agent = await Agent.proven(opened.port, opened.secret)
         agent.say(Raised(1, "boom", 1))
         assert await agent.is_shut_out()
-        assert controller_host.controller.verdict is None
+        assert opened.controller_host.controller.verdict is None
         await agent.close()
-
-    with_hub(act, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -558,43 +546,39 @@ def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
     ],
     ids=["the controller", "no node", "its rank", "no rank", "of another", "of nobody", "its end", "twice"],
 )
-def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path: Path) -> None:
+async def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path: Path) -> None:
     """Whoever knows the secret and is confused changes nothing for the others."""
-
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
         heard: Arrivals[ControllerToAgent] = Arrivals()
-        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
-        confused = await Agent.connect(port)
-        await confused.prove(secret)
+        opened.controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        confused = await Agent.proven(opened.port, opened.secret)
         confused.say(first)
         if then is None:
             assert await confused.is_shut_out()
-            assert controller_host.controller.membership.node_of == {0: 0}
-            agent = await Agent.connect(port)
-            await agent.prove(secret)
+            assert opened.controller_host.controller.membership.node_of == {0: 0}
+            agent = await Agent.proven(opened.port, opened.secret)
             agent.say(AgentHello(1, (1,)))
         else:
             confused.say(then)
             agent = confused
-        received = Calls(controller_host, "receive")
+        received = Calls(opened.controller_host, "receive")
         agent.say(Raised(1, "the only one", 1))
-        await received.until(lambda: controller_host.controller.incident is not None)
-        assert list(controller_host.controller._failures.raised) == [1]
-        assert not controller_host.controller.membership.dead
+        await received.until(lambda: opened.controller_host.controller.incident is not None)
+        assert list(opened.controller_host.controller._failures.raised) == [1]
+        assert not opened.controller_host.controller.membership.dead
         assert heard == []
-        assert sum(controller_host._rejected.counted.values()) == 1
+        assert sum(opened.controller_host._rejected.counted.values()) == 1
         await confused.close()
         await agent.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        agent, double = await Agent.connect(port), await Agent.connect(port)
-        for each in (agent, double):
-            await each.prove(secret)
-        received = Calls(controller_host, "receive")
+async def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        agent, double = (
+            await Agent.proven(opened.port, opened.secret),
+            await Agent.proven(opened.port, opened.secret),
+        )
+        received = Calls(opened.controller_host, "receive")
         agent.say(AgentHello(1, (1,)))
         await received.until(lambda: bool(received.counted))
         double.say(AgentHello(1, (1,)))
@@ -606,19 +590,17 @@ def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path:
         await agent.close()
         await double.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_that_does_not_come_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent that is in the middle of a message for too long is lost; one that says nothing is not."""
     monkeypatch.setattr(wire, "SLOW_S", 0.05)
-
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
         heard: Arrivals[ControllerToAgent] = Arrivals()
-        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
-        received = Calls(controller_host, "receive")
+        opened.controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        agent = await Agent.proven(opened.port, opened.secret)
+        received = Calls(opened.controller_host, "receive")
         agent.say(AgentHello(1, (1,)))
         await received.until(lambda: bool(received.counted))
         with pytest.raises(asyncio.TimeoutError):
@@ -630,16 +612,13 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         assert "node 1 is lost" in verdict.line
         await agent.close()
 
-    with_hub(act, tmp_path)
-
 
 @pytest.mark.parametrize("end", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"])
-def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+async def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
         heard: Arrivals[ControllerToAgent] = Arrivals()
-        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
+        opened.controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        agent = await Agent.proven(opened.port, opened.secret)
         agent.say(AgentHello(1, (1,)))
         agent.writer.write(end)
         if not end:
@@ -649,46 +628,32 @@ def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path
         assert "node 1 is lost" in verdict.line
         await agent.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        other = Open(tmp_path, port)
-        assert other.port > port
-        assert other.secret != secret
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        other = Open(tmp_path, opened.port)
+        assert other.port > opened.port
+        assert other.secret != opened.secret
         await other.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_no_port_is_left(tmp_path: Path) -> None:
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+async def test_no_port_is_left(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
         other = Open(tmp_path, 65535)
         assert other.port == 65535
-        listener = AgentListener(b"", None, other.rejected, controller_host.serve, read_hello)
+        listener = AgentListener(b"", None, other.rejected, opened.controller_host.serve, read_hello)
         with pytest.raises(OSError, match="no free port from 65535 on"):
             listener.listen("127.0.0.1", 65535)
         await other.close()
 
-    with_hub(act, tmp_path)
 
-
-def test_a_closed_hub_leaves_no_port(tmp_path: Path) -> None:
-    ports: list[int] = []
-    stores: list[str] = []
-
-    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        ports.append(port)
-        stores.append(controller_host.store.host)
-        assert stores[0] in Path("/proc/net/unix").read_text()
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
+async def test_a_closed_hub_leaves_no_port(tmp_path: Path) -> None:
+    async with host_of_two_nodes(tmp_path) as opened:
+        store = opened.controller_host.store.host
+        assert store in Path("/proc/net/unix").read_text()
+        agent = await Agent.proven(opened.port, opened.secret)
         agent.say(AgentHello(1, (1,)))
         await agent.close()
-
-    with_hub(act, tmp_path)
-    for port in ports:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), LONG_S)
-    assert stores[0] not in Path("/proc/net/unix").read_text()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", opened.port), LONG_S)
+    assert store not in Path("/proc/net/unix").read_text()

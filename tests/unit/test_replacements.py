@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -234,25 +234,22 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare_pool, "END_S", LONG_S)  # whom the kernel ends, it may end slowly
 
 
-def runs(folder: Path, act: Callable[[Node], Any], **node: Any) -> None:
-    """`act` with a node, which is closed afterwards."""
-
-    async def scenario() -> None:
-        made = Node(folder, **{"spares": 0, **node})
-        try:
-            await act(made)
-        finally:
-            await made.close()
-
-    asyncio.run(scenario())
+@contextlib.asynccontextmanager
+async def running(folder: Path, spares: int = 0, more: str = "") -> AsyncIterator[Node]:
+    """A node, which is closed at the end; `more`: of the script of its workers."""
+    node = Node(folder, spares, more)
+    try:
+        yield node
+    finally:
+        await node.close()
 
 
 def always() -> bool:
     return True
 
 
-def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0, 1)
         await node.has_run(1)
         old = node.processes[1]
@@ -277,11 +274,9 @@ def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
         (dying,), (died,) = await node.told(Dying), await node.told(Died)
         assert (dying.rank, dying.board.pid, died.board.pid) == (1, new.pid, new.pid)
 
-    runs(tmp_path, act)
 
-
-def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         old = node.processes[0]
         old.send_signal(signal.SIGSTOP)
@@ -293,10 +288,8 @@ def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
         told = [type(message) for message in node.heard]
         assert told.index(Died) < told.index(Hello)
 
-    runs(tmp_path, act)
 
-
-def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
+async def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each incident of a generation, those of that incident."""
@@ -311,7 +304,7 @@ def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
         await node.has_run(0)
         return environment.stack_folder_of(tmp_path, incident) / "rank0.txt"
 
-    async def act(node: Node) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         await node.has_run(0)
         first = await hang(node, 1)
@@ -321,13 +314,10 @@ def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
         assert second != first
         assert second.read_text() == "Nothing was written. State: T (stopped)\n"
 
-    runs(tmp_path, act)
 
-
-def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: Path) -> None:
+async def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: Path) -> None:
     """The process of before takes so long to end that the controller has begun another attempt."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         before = node.processes[0].pid
         orders = (Replace(7, 1, 0), Replace(8, 2, 0))
@@ -337,8 +327,6 @@ def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: P
         new = node.processes[0]
         new.kill()
         assert [died.board.pid for died in await node.told(Died, 2)] == [before, new.pid]
-
-    runs(tmp_path, act)
 
 
 @contextlib.contextmanager
@@ -355,30 +343,25 @@ def is_given_orphans() -> Iterator[None]:
 @pytest.mark.robustness(
     "B7", "ttprun is process 1 of a container, and a worker with children dies", "no zombie is left"
 )
-def test_what_a_dead_worker_has_started_is_no_zombie(tmp_path: Path) -> None:
-    children: list[int] = []
-
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        old = node.processes[0]
-        children.append(int((tmp_path / f"0-{old.pid}.child").read_text()))
-        old.kill()
-        await node.told(Died)
-        await node.until(lambda: is_gone(children[0]), "its child has ended, too")
-
+async def test_what_a_dead_worker_has_started_is_no_zombie(tmp_path: Path) -> None:
     with is_given_orphans():
-        runs(tmp_path, act, more=CHILD)
-        assert state_of(children[0]) == ""
+        async with running(tmp_path, more=CHILD) as node:
+            await node.begin(0)
+            await node.has_run(0)
+            old = node.processes[0]
+            child = int((tmp_path / f"0-{old.pid}.child").read_text())
+            old.kill()
+            await node.told(Died)
+            await node.until(lambda: is_gone(child), "its child has ended, too")
+        assert state_of(child) == ""
 
 
 @pytest.mark.parametrize("hello", ["is heard", "is not heard"])
-def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: Path, hello: str) -> None:
+async def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: Path, hello: str) -> None:
     """The loop stands still until it has ended, and learns of all at once."""
     os.mkfifo(tmp_path / "go")
     go = os.open(tmp_path / "go", os.O_RDWR)
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path) as node:
         node.program = tmp_path / "leaves.py"
         node.program.write_text(LEAVES)
         await node.start_workers(0)
@@ -393,13 +376,11 @@ def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: Path, h
             assert not is_gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
-
-    runs(tmp_path, act)
     os.close(go)
 
 
-def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
+    async with running(tmp_path, more=CHILD) as node:
         await node.begin(0)
         await node.has_run(0)
         old = node.processes[0]
@@ -410,11 +391,9 @@ def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: 
         await node.has_run(0)
         assert not is_gone(int((tmp_path / f"0-{node.processes[0].pid}.child").read_text()))
 
-    runs(tmp_path, act, more=CHILD)
 
-
-def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         node.processes[0].kill()
         await node.told(Died)
@@ -429,11 +408,9 @@ def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path
         await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert await node.has_run(0) == "1"
 
-    runs(tmp_path, act)
 
-
-def test_no_process_can_be_started(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_no_process_can_be_started(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         node.processes[0].kill()
         await node.told(Died)
@@ -443,15 +420,12 @@ def test_no_process_can_be_started(tmp_path: Path) -> None:
         assert answer == RegroupFailed(0, 3, 2, reason)
         assert node.workers.alive == set()
 
-    runs(tmp_path, act)
 
-
-def test_a_spare_that_cannot_be_started_ends_nothing(
+async def test_a_spare_that_cannot_be_started_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No process, no descriptor or no memory is left: a rank is replaced by a new process later."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         node.broken = True
         node.replacements.hear(Modules(0, (), {}, {}, {}))
@@ -460,15 +434,12 @@ def test_a_spare_that_cannot_be_started_ends_nothing(
         node.replacements.end_incident()
         assert (node.workers.alive, node.spares) == ({0}, [])
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_one_spare_waits_and_a_second_cannot_be_started(
+async def test_one_spare_waits_and_a_second_cannot_be_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one is used; where there is room again, another one comes."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=2) as node:
         await node.begin(0)
         await node.has_run(0)
         node.room = 1
@@ -485,13 +456,10 @@ def test_one_spare_waits_and_a_second_cannot_be_started(
         node.replacements.end_incident()
         assert len(node.spares) == 3
 
-    runs(tmp_path, act, spares=2)
 
-
-def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_path: Path) -> None:
+async def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_path: Path) -> None:
     """The process of before may take long to end; the job is saved, and ends."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         node.replacements.begin(node, spares_alone=True)
         answer = await node.replacements.replace(Replace(3, 2, 0), always)
@@ -500,22 +468,17 @@ def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_path: P
         assert answer.reason.startswith("no restart is left (--max-restarts), and no spare process waits")
         assert node.workers.alive == {0}
 
-    runs(tmp_path, act)
 
-
-def test_a_node_that_has_not_started_its_workers_yet_says_so(tmp_path: Path) -> None:
+async def test_a_node_that_has_not_started_its_workers_yet_says_so(tmp_path: Path) -> None:
     """A spare node, whose agent the controller knows before its first workers are there."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path) as node:
         failed = await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert failed == RegroupFailed(0, 1, 2, "the workers of its node have not been started yet")
         assert node.started == 0
 
-    runs(tmp_path, act)
 
-
-def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
         await node.begin(0)
         old = node.processes[0]
         old.kill()
@@ -523,14 +486,12 @@ def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> N
         assert node.processes[0] is old
         assert node.workers.alive == set()
 
-    runs(tmp_path, act)
-
 
 def look(node: Node) -> None:
     node.replacements.look(node.workers.read(), 10)
 
 
-def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
+async def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     """It has imported what the worker had, and it is what a cold process would be."""
     state = (
         "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
@@ -543,8 +504,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(
         "import os\nWARM = os.environ.get('TORCH_WARM_POOL', '1')\nos.environ['BY_IMPORT'] = '1'\n"
     )
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1, more=state) as node:
         node.script.write_text(
             "import inspect, sys; EARLY = set(sys.modules); import colorsys, pool\n"
             "import tests.unit.trainee as last\n"
@@ -579,10 +539,8 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         node.replacements.end_incident()
         assert (await node.waits()).process.pid != spare.process.pid
 
-    runs(tmp_path, act, spares=1, more=state)
 
-
-def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
+async def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
     """Each is a child of the agent, and what a cold process would be; the spare waits on."""
     state = (
         "import json, numpy, random, sys; note.with_suffix('.json').write_text(json.dumps(dict("
@@ -596,8 +554,7 @@ def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import numpy, os\nVALUE = os.environ.get('MASTER_ADDR')\nos.environ['BY_IMPORT'] = VALUE or ''\n"
     )
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1, more=state) as node:
         node.script.write_text("import sys; EARLY = set(sys.modules); import own\n" + node.script.read_text())
         await node.begin(0, 1)
         await node.has_run(0)
@@ -643,13 +600,10 @@ def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
             assert spare.process.poll() is None
         assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
-    runs(tmp_path, act, spares=1, more=state)
 
-
-def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path) -> None:
+async def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path) -> None:
     """The spare itself was started with /dev/null, for which Python keeps lines back."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1, more="print('a line')") as node:
         await node.begin(0)
         await node.has_run(0)
         await node.makes_a_spare()
@@ -665,8 +619,6 @@ def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path
                 readable, _, _ = await asyncio.to_thread(select.select, [shown], [], [], LONG_S)
                 assert readable, printed
                 printed += shown.read(100)
-
-    runs(tmp_path, act, spares=1, more="print('a line')")
 
 
 @pytest.mark.parametrize(
@@ -685,12 +637,11 @@ def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path
         ("import numpy; numpy.random.seed(1)", "random numbers"),
     ],
 )
-def test_a_spare_that_is_not_to_be_forked_says_why(
+async def test_a_spare_that_is_not_to_be_forked_says_why(
     tmp_path: Path, more: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(f"{more}\n")
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
@@ -701,35 +652,29 @@ def test_a_spare_that_is_not_to_be_forked_says_why(
         assert spare.process.poll() is not None
         assert f"all workers of this node import by themselves: {spare.no_forks}" in capfd.readouterr().err
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_spare_with_one_thread_is_not_forked_to_try(tmp_path: Path) -> None:
+async def test_a_spare_with_one_thread_is_not_forked_to_try(tmp_path: Path) -> None:
     """A fork would make each page of the spare cost a fault when it is first written to, in a recovery."""
     forked = tmp_path / "forked"
     (tmp_path / "own.py").write_text(
         f"import os, pathlib\nos.register_at_fork(before=pathlib.Path({str(forked)!r}).touch)\n"
     )
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
         assert (await node.makes_a_spare()).no_forks == ""
         assert not forked.exists()
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
+async def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(spare_pool, "STANDSTILL_S", 0.2)
     hang = tmp_path / "hang"
     own = f"import os, threading\nif os.path.exists({str(hang)!r}): threading.Event().wait()\n"
     (tmp_path / "own.py").write_text(own)
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
@@ -744,16 +689,13 @@ def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
         assert spare.process.poll() is not None
         assert f"the import in the spare process {spare.process.pid} hangs" in capfd.readouterr().err
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) -> None:
+async def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) -> None:
     """On a machine with other work its imports would take minutes."""
     hang = tmp_path / "hang"
     own = f"import os, time\nwhile os.path.exists({str(hang)!r}): time.sleep(0.1)\n"
     (tmp_path / "own.py").write_text(own)
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
@@ -775,13 +717,10 @@ def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) 
         hang.unlink()
         assert await fork is spare
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
+async def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nPORT = os.environ['MASTER_PORT']\n")
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
@@ -790,10 +729,8 @@ def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Pa
             spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
+async def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(worker_forks.ForkedWorker):
@@ -802,7 +739,7 @@ def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
             self.kill()
             self.wait()
 
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -815,8 +752,6 @@ def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
         worker.kill()
         worker.wait()
 
-    runs(tmp_path, act, spares=1)
-
 
 @pytest.mark.parametrize(
     ("struck_by", "reason"),
@@ -826,12 +761,11 @@ def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
         (None, "has ended"),  # by the agent
     ],
 )
-def test_a_spare_that_forks_no_worker_any_more_is_ended(
+async def test_a_spare_that_forks_no_worker_any_more_is_ended(
     struck_by: signal.Signals | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spare_pool, "FORK_S", 0.2)
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -843,11 +777,9 @@ def test_a_spare_that_forks_no_worker_any_more_is_ended(
             spare.fork(node.environment(0, {}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         stopped = await node.makes_a_spare()
@@ -865,10 +797,8 @@ def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None
         assert await node.replacements.spares.spare_to_fork() is None
         assert again.process.poll() is not None
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) -> None:
+async def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) -> None:
     """`lib.tool` can be imported by `lib.engine` alone, which can be imported once in a process."""
     for name, text in {
         "__init__": "",
@@ -880,15 +810,15 @@ def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) -> None:
         path = tmp_path / "lib" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    a_spare_takes_the_place(
+    await a_spare_takes_the_place(
         tmp_path,
         more="import sys; early = 'lib.engine' in sys.modules; import lib.engine;"
         " assert early == ('TTP_NEWCOMER' in os.environ)",
     )
 
 
-def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         node.replacements.look(node.workers.read(), 11)
@@ -896,17 +826,14 @@ def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> Non
         await node.told(Modules)
         assert len(await node.told(Modules)) == 1
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
+async def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that calls `protection.run_steps` sends a layout before it knows that, and another one after.
     While restarts are left, a spare is for these.
     """
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         (layout,) = await node.told(Layout)
@@ -922,8 +849,6 @@ def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
             node.replacements.hear_layout(msgspec.structs.replace(layout, online=online))
             look(node)
             assert orders == [ModulesProbe()] * asks
-
-    runs(tmp_path, act, spares=1)
 
 
 @pytest.mark.parametrize(
@@ -946,8 +871,8 @@ def test_a_worker_records_its_imports_where_a_spare_may_need_them(
     assert worker_main._may_have_spares() is is_recorded
 
 
-def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -956,13 +881,11 @@ def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
         assert node.processes[0] is not spare.process
         assert await node.has_run(0) == "1"
 
-    runs(tmp_path, act, spares=1)
 
-
-def test_a_spare_that_ends_is_made_again_a_few_times(
+async def test_a_spare_that_ends_is_made_again_a_few_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1) as node:
         await node.begin(0)
         await node.has_run(0)
         look(node)
@@ -977,13 +900,10 @@ def test_a_spare_that_ends_is_made_again_a_few_times(
         assert await node.has_run(0) == "1"
         assert len(node.spares) == MOST_DEATHS
 
-    runs(tmp_path, act, spares=1)
 
-
-def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
+async def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
     """`more` of the script raises no error in it."""
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1, more=more) as node:
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -992,10 +912,8 @@ def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
         assert node.processes[0] is spare.process
         assert await node.has_run(0) == "1"
 
-    runs(tmp_path, act, spares=1, more=more)
 
-
-def a_spare_imports_a_part(
+async def a_spare_imports_a_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, *, without: str, why: str
 ) -> None:
     """A spare imports `colorsys`, and no module from `without` on, for the reason `why`.
@@ -1006,17 +924,17 @@ def a_spare_imports_a_part(
         "import sys; EARLY = set(sys.modules); import colorsys; {more}; "
         "assert ('colorsys' in EARLY, '{without}' in EARLY) == ('TTP_NEWCOMER' in os.environ, False)"
     )
-    a_spare_takes_the_place(tmp_path, more=imports.format(more=more, without=without))
+    await a_spare_takes_the_place(tmp_path, more=imports.format(more=more, without=without))
     line = f"[ttp] spare processes import no module from {without} on, so a replacement takes longer: {why}"
     assert line in capsys.readouterr().err
 
 
-def test_a_spare_imports_no_module_that_reads_the_rank(
+async def test_a_spare_imports_no_module_that_reads_the_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '9'))\n")
 
-    a_spare_imports_a_part(
+    await a_spare_imports_a_part(
         *(tmp_path, capsys, "import of_a_rank; assert of_a_rank.DEVICE == 0"),
         without="of_a_rank",
         why="of_a_rank reads RANK while it is imported; to avoid this, read it in a function",
@@ -1047,14 +965,14 @@ MODE = "import os\nMODE = os.environ.get('MODE')\n"
     ],
     ids=["a module reads it", "one before the change, too", "a library"],
 )
-def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
+async def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
     more: str, without: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would have another mode than in a worker, where the script sets the variable before."""
     (tmp_path / "early.py").write_text(MODE)
     (tmp_path / "mode.py").write_text(MODE)
     remedy = ", and the script sets it before; to avoid this, set it in the environment of ttprun"
-    a_spare_imports_a_part(tmp_path, capsys, more, without=without, why=why + remedy)
+    await a_spare_imports_a_part(tmp_path, capsys, more, without=without, why=why + remedy)
 
 
 @pytest.mark.parametrize(
@@ -1072,15 +990,17 @@ def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
         "no library is loaded after it",
     ],
 )
-def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: str, tmp_path: Path) -> None:
+async def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(
+    more: str, tmp_path: Path
+) -> None:
     (tmp_path / "sets.py").write_text("import os\nos.environ.setdefault('MODE', 'exact')\n")
     (tmp_path / "mode.py").write_text(MODE)
     (tmp_path / "later.py").touch()
 
-    a_spare_takes_the_place(tmp_path, more=more)
+    await a_spare_takes_the_place(tmp_path, more=more)
 
 
-def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spares_fit(tmp_path: Path) -> None:
+async def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spares_fit(tmp_path: Path) -> None:
     """As torch 2.7 does when it is imported; the folder is gone when its process has ended."""
     (tmp_path / "makes.py").write_text(
         "import pathlib, shutil, sys, tempfile\n"
@@ -1095,21 +1015,21 @@ def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spares_fit(
         "import sys; early = 'later' in sys.modules; import makes, later;"
         " assert early == ('TTP_NEWCOMER' in os.environ)"
     )
-    a_spare_takes_the_place(tmp_path, more=more)
+    await a_spare_takes_the_place(tmp_path, more=more)
 
 
 HERE = "def function(): pass\n"
 THERE = "from here import function\n"
 
 
-def test_a_spare_imports_no_module_with_a_function_that_the_script_has_replaced(
+async def test_a_spare_imports_no_module_with_a_function_that_the_script_has_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A spare that had imported it before the script ran would have the original."""
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
-    a_spare_imports_a_part(
+    await a_spare_imports_a_part(
         *(
             tmp_path,
             capsys,
@@ -1121,25 +1041,25 @@ def test_a_spare_imports_no_module_with_a_function_that_the_script_has_replaced(
     )
 
 
-def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
+async def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
     """They are a module that the script imports, and so does a spare, before the modules that are changed."""
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
     (tmp_path / "changes.py").write_text("import here\nhere.function = print\n")
 
-    a_spare_takes_the_place(tmp_path, more="import changes, there; assert there.function is print")
+    await a_spare_takes_the_place(tmp_path, more="import changes, there; assert there.function is print")
 
 
-def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(tmp_path: Path) -> None:
+async def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
     change = "import there; assert there.function.__module__ == 'here'; there.function = print"
-    a_spare_takes_the_place(tmp_path, more=change)
+    await a_spare_takes_the_place(tmp_path, more=change)
 
 
-def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
-    async def act(node: Node) -> None:
+async def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
+    async with running(tmp_path, spares=2) as node:
         await node.begin(0)
         await node.has_run(0)
         waiting = await node.makes_a_spare()
@@ -1148,10 +1068,8 @@ def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
         for spare in (waiting, importing):
             assert is_gone(spare.process.pid)
 
-    runs(tmp_path, act, spares=2)
 
-
-def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path) -> None:
+async def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path) -> None:
     """The script's path was another one when it was imported; in a spare the first one would be found."""
     for folder in ("first", "second"):
         (tmp_path / folder / "twofold").mkdir(parents=True)
@@ -1162,8 +1080,7 @@ def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path)
         " import twofold.inner; sys.path.insert(0, sys.argv[1] + '/first');"
         " note.with_suffix('.early').write_text(f'{early} {twofold.__file__}')"
     )
-
-    async def act(node: Node) -> None:
+    async with running(tmp_path, spares=1, more=more) as node:
         await node.begin(0)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -1173,5 +1090,3 @@ def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path)
         assert await node.has_run(0) == "1"
         early = (tmp_path / f"0-{spare.process.pid}.early").read_text()
         assert early == f"False {tmp_path}/second/twofold/__init__.py"
-
-    runs(tmp_path, act, spares=1, more=more)
