@@ -363,6 +363,19 @@ class Incident:
         self.freeze_state.leave_the_silent()
         return self._decide_when_frozen()
 
+    def _await_the_silent_again(self) -> bool:
+        """Wait again for ranks that were dispensable, and are not after a death; return True if so."""
+        state = self.state
+        silent = [rank for rank in state.silent if rank in state.given_up]
+        may_be_held = silent and state.writing.may_be_held({*state.nodes, *silent})
+        if not may_be_held or self.freeze_state.is_over_time(state.now):
+            return False
+        state.nodes |= {rank: state.membership.node_of[rank] for rank in silent}
+        state.silent.clear()
+        self._needs_by = (-1, -1, -1)
+        state.move(Stage.FREEZING)
+        return True
+
     @property
     def _needs_the_silent(self) -> bool:
         """Return True if only ranks without an answer hold state that is needed for a save."""
@@ -408,6 +421,9 @@ class Incident:
         outcome = self.saving.outcome
         if self._save_ends:
             assert outcome is not None
+            if outcome.unheld and self._await_the_silent_again():
+                self.saving.outcome = None
+                return orders
             if outcome.kind == "lost" and outcome.unheld:
                 orders = orders + self.regrouping.start_from_copies()
             elif outcome.kind in ("saved", "lost") and self.regrouping.is_pending:

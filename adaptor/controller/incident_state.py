@@ -40,18 +40,21 @@ class Stage(Enum):
 
 
 # PREPARING is left out where handlers of the script save. A dump that loses the last holder of a shard starts
-# again with another step. An online recovery starts whether the save has succeeded or failed; if no step can
-# be saved, from copies in host memory.
+# again with another step, or waits for ranks that were given up. An online recovery starts whether the save
+# has succeeded or failed; if no step can be saved, from copies in host memory.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.FREEZING: frozenset(
         {
-            *(Stage.PREPARING, Stage.DUMPING, Stage.REGROUPING),
+            *(Stage.FREEZING, Stage.PREPARING, Stage.DUMPING, Stage.REGROUPING),
             *(Stage.FINDING, Stage.ENDING_SCRIPTS, Stage.ENDED),
         }
     ),
     Stage.PREPARING: frozenset({Stage.DUMPING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
     Stage.DUMPING: frozenset(
-        {Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}
+        {
+            *(Stage.FREEZING, Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING),
+            *(Stage.REGROUPING, Stage.FINDING, Stage.ENDED),
+        }
     ),
     Stage.PUBLISHING: frozenset({Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
     Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.FINDING, Stage.ENDED}),

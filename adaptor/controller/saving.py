@@ -230,7 +230,12 @@ class Saving:
         return self._state.stage
 
     def begin(self, decision: Plan) -> Orders:
-        """Save the step of `decision`."""
+        """Save the step of `decision`; groups of the step that are on disk stay there."""
+        if (
+            self._target.path and decision.step == self._writing.step
+        ):  # ranks that were given up have answered
+            self._state.move(Stage.DUMPING)
+            return self._dump_again()
         self._writing.begin(decision)
         if self._writing.uses_script_handlers:
             self._state.move(Stage.DUMPING)
