@@ -124,9 +124,11 @@ def spawned_processes_end_with_the_worker(wrapped: Any, instance: Any, args: Any
 
 
 # Precedes the command of a resource tracker: ttprun ends all processes in the session of a dead worker. The
-# tracker leads no session, since a ttprun that adopts orphans takes the status of no session leader.
+# tracker leads no session, since a ttprun that adopts orphans takes the status of no session leader. Its
+# warning of leaked objects might follow the last line of ttprun.
 _IN_ANOTHER_SESSION = """
-import os
+import os, warnings
+warnings.simplefilter("ignore")
 if os.fork():
     os.wait()
     os._exit(0)
