@@ -11,16 +11,13 @@ from tests.unit.threads import LONG_S
 
 
 @pytest.mark.parametrize("kind", [deadline, _Deadline])
-def test_a_deadline(kind: type[_Deadline]) -> None:
-    async def act() -> None:
+async def test_a_deadline(kind: type[_Deadline]) -> None:
+    async with kind(LONG_S):
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.TimeoutError):
+        async with kind(0.01):
+            await asyncio.Event().wait()
+    with pytest.raises(KeyError):
         async with kind(LONG_S):
-            await asyncio.sleep(0)
-        with pytest.raises(asyncio.TimeoutError):
-            async with kind(0.01):
-                await asyncio.Event().wait()
-        with pytest.raises(KeyError):
-            async with kind(LONG_S):
-                raise KeyError
-        await asyncio.sleep(0)  # nothing cancels us later
-
-    asyncio.run(act())
+            raise KeyError
+    await asyncio.sleep(0)  # nothing cancels us later

@@ -45,23 +45,19 @@ def test_a_new_process_that_uses_cpu_time_is_reported() -> None:
     assert replacements.starting() == []
 
 
-def test_the_cpu_time_of_a_process_that_is_replaced_is_not_that_of_the_new_one() -> None:
+async def test_the_cpu_time_of_a_process_that_is_replaced_is_not_that_of_the_new_one() -> None:
     """The agent looks while it still ends the old one, which has trained for long."""
-
-    async def act() -> None:
-        clock: Any = _Clock()
-        replacements, starter = Replacements(clock, 0), Mock()
-        replacements.begin(starter)
-        clock.ticks = {1: 5000}
-        replaced = asyncio.create_task(replacements.replace(Replace(1, 1, 1), lambda: True))
-        await asyncio.sleep(0)
-        assert replacements.starting() == []
-        clock.old_ends.set()
-        assert await replaced is None
-        clock.ticks = {1: 7}
-        assert replacements.starting() == [Starting(1, 7)]
-
-    asyncio.run(act())
+    clock: Any = _Clock()
+    replacements, starter = Replacements(clock, 0), Mock()
+    replacements.begin(starter)
+    clock.ticks = {1: 5000}
+    replaced = asyncio.create_task(replacements.replace(Replace(1, 1, 1), lambda: True))
+    await asyncio.sleep(0)
+    assert replacements.starting() == []
+    clock.old_ends.set()
+    assert await replaced is None
+    clock.ticks = {1: 7}
+    assert replacements.starting() == [Starting(1, 7)]
 
 
 def test_the_cpu_time_of_other_threads_is_not_that_of_the_main_thread() -> None:

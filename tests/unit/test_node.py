@@ -324,18 +324,14 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
         stranger.close()
 
 
-def test_a_stranger_that_comes_after_the_last_workers() -> None:
+async def test_a_stranger_that_comes_after_the_last_workers() -> None:
     """It says nothing, and stays: the agent ends all the same."""
-
-    async def act() -> None:
-        workers = Workers(asyncio.get_running_loop(), lambda message: None)
-        await workers.serve()
-        _, stranger = await asyncio.open_unix_connection(f"\0{workers.address}")
-        await asyncio.to_thread(waiting.until, lambda: workers._hearing, "it is heard")
-        await asyncio.wait_for(workers.close(), LONG_S)
-        stranger.close()
-
-    asyncio.run(act())
+    workers = Workers(asyncio.get_running_loop(), lambda message: None)
+    await workers.serve()
+    _, stranger = await asyncio.open_unix_connection(f"\0{workers.address}")
+    await asyncio.to_thread(waiting.until, lambda: workers._hearing, "it is heard")
+    await asyncio.wait_for(workers.close(), LONG_S)
+    stranger.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -20,6 +20,7 @@ from adaptor.launchers.control.agent_connections import (
 )
 from adaptor.launchers.control.credentials import PLAIN, TLS, UNIX, Invitation
 from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.wire import deadline
 from tests import waiting
 from tests.unit.nodes import Job, job
 from tests.unit.other_user import other_user, said_by_other_user
@@ -110,7 +111,7 @@ def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(connect("ttp-none", 0, b"secret", None))
 
 
-def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel queues so many, and asyncio would take the error for a connection."""
     monkeypatch.setattr(agent_connections, "BACKLOG", 0)
     monkeypatch.setattr(agent_connections, "PAUSE_S", 0.01)
@@ -119,7 +120,7 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         came.append(hello)
 
-    async def act() -> None:
+    async with deadline(LONG_S):
         rejected = RejectedConnections("the gate")
         listener = AgentListener(b"secret", None, rejected, welcome, read_hello)
         name = listener.open(UNIX, "", 0).address
@@ -130,8 +131,6 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             one[1].close()
         await listener.close()
         rejected.close()
-
-    asyncio.run(asyncio.wait_for(act(), LONG_S))
 
 
 @pytest.mark.parametrize("kind", [UNIX, TLS, PLAIN])

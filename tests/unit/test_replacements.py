@@ -104,10 +104,10 @@ board.end()
 class Node:
     """The workers of a node, and those that replace them, without what speaks to the controller."""
 
-    def __init__(self, folder: Path, spares: int, more: str = "") -> None:
+    def __init__(self, folder: Path, spares: int, more: str, first: str) -> None:
         self.folder = folder
         self.script = folder / "script.py"
-        self.script.write_text(SCRIPT.replace("{more}", more))
+        self.script.write_text(f"{first}\n" + SCRIPT.replace("{more}", more))
         self.log = (folder / "log").open("ab")
         self.heard: list[FromAgent] = []
         self.news = asyncio.Event()
@@ -169,6 +169,12 @@ class Node:
         (modules,) = await self.told(Modules)
         self.replacements.hear(modules)
         return await self.waits()
+
+    async def begin_with_a_spare(self) -> Spare:
+        """Start the worker of rank 0; return a spare that has imported what the worker has imported."""
+        await self.begin(0)
+        await self.has_run(0)
+        return await self.makes_a_spare()
 
     async def close(self) -> None:
         await self.replacements.end(is_last=True)
@@ -235,9 +241,9 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, spares: int = 0, more: str = "") -> AsyncIterator[Node]:
-    """A node, which is closed at the end; `more`: of the script of its workers."""
-    node = Node(folder, spares, more)
+async def running(folder: Path, spares: int = 0, more: str = "", first: str = "") -> AsyncIterator[Node]:
+    """A node, which is closed at the end; `first`, `more`: lines of the script of its workers."""
+    node = Node(folder, spares, more, first)
     try:
         yield node
     finally:
@@ -504,12 +510,11 @@ async def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(
         "import os\nWARM = os.environ.get('TORCH_WARM_POOL', '1')\nos.environ['BY_IMPORT'] = '1'\n"
     )
-    async with running(tmp_path, spares=1, more=state) as node:
-        node.script.write_text(
-            "import inspect, sys; EARLY = set(sys.modules); import colorsys, pool\n"
-            "import tests.unit.trainee as last\n"
-            "KNOWN = last.__file__ in inspect.modulesbyfile\n" + node.script.read_text()
-        )
+    first = (
+        "import inspect, sys; EARLY = set(sys.modules); import colorsys, pool\n"
+        "import tests.unit.trainee as last\nKNOWN = last.__file__ in inspect.modulesbyfile"
+    )
+    async with running(tmp_path, spares=1, more=state, first=first) as node:
         await node.begin(0, 1)
         await node.has_run(0)
         look(node)
@@ -554,8 +559,8 @@ async def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> 
     (tmp_path / "own.py").write_text(
         "import numpy, os\nVALUE = os.environ.get('MASTER_ADDR')\nos.environ['BY_IMPORT'] = VALUE or ''\n"
     )
-    async with running(tmp_path, spares=1, more=state) as node:
-        node.script.write_text("import sys; EARLY = set(sys.modules); import own\n" + node.script.read_text())
+    first = "import sys; EARLY = set(sys.modules); import own"
+    async with running(tmp_path, spares=1, more=state, first=first) as node:
         await node.begin(0, 1)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -604,9 +609,7 @@ async def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> 
 async def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path) -> None:
     """The spare itself was started with /dev/null, for which Python keeps lines back."""
     async with running(tmp_path, spares=1, more="print('a line')") as node:
-        await node.begin(0)
-        await node.has_run(0)
-        await node.makes_a_spare()
+        await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.told(Died)
         terminal, of_the_worker = pty.openpty()
@@ -641,11 +644,8 @@ async def test_a_spare_that_is_not_to_be_forked_says_why(
     tmp_path: Path, more: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(f"{more}\n")
-    async with running(tmp_path, spares=1) as node:
-        node.script.write_text("import own\n" + node.script.read_text())
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+    async with running(tmp_path, spares=1, first="import own") as node:
+        spare = await node.begin_with_a_spare()
         assert reason in spare.no_forks
         await node.replacements.end(is_last=False)
         assert await node.replacements.spares.spare_to_fork() is None
@@ -659,11 +659,8 @@ async def test_a_spare_with_one_thread_is_not_forked_to_try(tmp_path: Path) -> N
     (tmp_path / "own.py").write_text(
         f"import os, pathlib\nos.register_at_fork(before=pathlib.Path({str(forked)!r}).touch)\n"
     )
-    async with running(tmp_path, spares=1) as node:
-        node.script.write_text("import own\n" + node.script.read_text())
-        await node.begin(0)
-        await node.has_run(0)
-        assert (await node.makes_a_spare()).no_forks == ""
+    async with running(tmp_path, spares=1, first="import own") as node:
+        assert (await node.begin_with_a_spare()).no_forks == ""
         assert not forked.exists()
 
 
@@ -674,14 +671,12 @@ async def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
     hang = tmp_path / "hang"
     own = f"import os, threading\nif os.path.exists({str(hang)!r}): threading.Event().wait()\n"
     (tmp_path / "own.py").write_text(own)
-    async with running(tmp_path, spares=1) as node:
-        node.script.write_text("import own\n" + node.script.read_text())
+    async with running(tmp_path, spares=1, first="import own") as node:
         await node.begin(0)
         await node.has_run(0)
         hang.touch()
         look(node)
-        (modules,) = await node.told(Modules)
-        node.replacements.hear(modules)
+        node.replacements.hear((await node.told(Modules))[0])
         await node.replacements.end(is_last=False)
         async with deadline(LONG_S):
             assert await node.replacements.spares.spare_to_fork() is None
@@ -695,8 +690,7 @@ async def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: 
     hang = tmp_path / "hang"
     own = f"import os, time\nwhile os.path.exists({str(hang)!r}): time.sleep(0.1)\n"
     (tmp_path / "own.py").write_text(own)
-    async with running(tmp_path, spares=1) as node:
-        node.script.write_text("import own\n" + node.script.read_text())
+    async with running(tmp_path, spares=1, first="import own") as node:
         await node.begin(0)
         await node.has_run(0)
         hang.touch()
@@ -720,11 +714,8 @@ async def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: 
 
 async def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nPORT = os.environ['MASTER_PORT']\n")
-    async with running(tmp_path, spares=1) as node:
-        node.script.write_text("import own\n" + node.script.read_text())
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+    async with running(tmp_path, spares=1, first="import own") as node:
+        spare = await node.begin_with_a_spare()
         with pytest.raises(OSError, match="own reads MASTER_PORT while it is imported, and it has another"):
             spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
@@ -740,9 +731,7 @@ async def test_a_spare_outlives_a_fork_that_dies_before_it_has_its_streams(
             self.wait()
 
     async with running(tmp_path, spares=1) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+        spare = await node.begin_with_a_spare()
         with monkeypatch.context() as patch:
             patch.setattr(worker_forks, "ForkedWorker", Killed)
             for _ in range(2):
@@ -766,9 +755,7 @@ async def test_a_spare_that_forks_no_worker_any_more_is_ended(
 ) -> None:
     monkeypatch.setattr(spare_pool, "FORK_S", 0.2)
     async with running(tmp_path, spares=1) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+        spare = await node.begin_with_a_spare()
         if struck_by is None:
             await spare.end()
         else:
@@ -780,9 +767,7 @@ async def test_a_spare_that_forks_no_worker_any_more_is_ended(
 
 async def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -> None:
     async with running(tmp_path, spares=1) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        stopped = await node.makes_a_spare()
+        stopped = await node.begin_with_a_spare()
         os.kill(stopped.process.pid, signal.SIGSTOP)
         await node.until(lambda: state_of(stopped.process.pid) == "T", "the spare is stopped")
         node.processes[0].kill()
@@ -873,9 +858,7 @@ def test_a_worker_records_its_imports_where_a_spare_may_need_them(
 
 async def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
     async with running(tmp_path, spares=1) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+        spare = await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert node.processes[0] is not spare.process
@@ -904,9 +887,7 @@ async def test_a_spare_that_ends_is_made_again_a_few_times(
 async def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
     """`more` of the script raises no error in it."""
     async with running(tmp_path, spares=1, more=more) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+        spare = await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert node.processes[0] is spare.process
@@ -1060,9 +1041,7 @@ async def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(t
 
 async def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
     async with running(tmp_path, spares=2) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        waiting = await node.makes_a_spare()
+        waiting = await node.begin_with_a_spare()
         importing = node.spares[0] if node.spares[0] is not waiting else node.spares[1]
         await node.replacements.end(is_last=True)
         for spare in (waiting, importing):
@@ -1081,9 +1060,7 @@ async def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path:
         " note.with_suffix('.early').write_text(f'{early} {twofold.__file__}')"
     )
     async with running(tmp_path, spares=1, more=more) as node:
-        await node.begin(0)
-        await node.has_run(0)
-        spare = await node.makes_a_spare()
+        spare = await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert node.processes[0] is spare.process

@@ -18,6 +18,7 @@ from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
 from adaptor.protocol import naming
 from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.protocol.naming import FileEntry
+from adaptor.protocol.wire import deadline
 from tests.unit.threads import LONG_S
 
 
@@ -35,8 +36,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     goes_on.set()
 
 
-def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Path) -> None:
-    async def clean() -> None:
+async def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Path) -> None:
+    async with deadline(LONG_S):
         before = set(threading.enumerate())
         works = SaveFolderTasks()
         await works.clean(tmp_path, 0, "")
@@ -50,23 +51,17 @@ def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Pat
             await asyncio.to_thread(thread.join, LONG_S)
         assert not works.busy, "the loop has heard of it"
 
-    asyncio.run(asyncio.wait_for(clean(), LONG_S))
 
-
-def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
+async def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     save = str(tmp_path / "file" / "save")
-
-    async def work() -> None:
-        works = SaveFolderTasks()
-        works.saves.add(save)
-        answer = await works.do(Prepare(1, save, 5, number=2), 3, "")
-        assert isinstance(answer, Prepared)
-        assert (answer.node, answer.folder, answer.number) == (3, "", 2)
-        assert "Not a directory" in answer.reason
-        assert not works.busy
-
-    asyncio.run(work())
+    works = SaveFolderTasks()
+    works.saves.add(save)
+    answer = await works.do(Prepare(1, save, 5, number=2), 3, "")
+    assert isinstance(answer, Prepared)
+    assert (answer.node, answer.folder, answer.number) == (3, "", 2)
+    assert "Not a directory" in answer.reason
+    assert not works.busy
 
 
 @pytest.mark.parametrize("expected", [False, True])
@@ -86,21 +81,17 @@ print("torch.distributed.checkpoint.filesystem" in sys.modules)
     assert completed.stdout == f"{expected}\n", completed.stderr
 
 
-def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
+async def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
     """Thousands of files take a slow disk longer than anyone waits for one that hangs."""
     folder = publish.prepare(tmp_path, 5, generation="mine")
     entries = tuple(FileEntry(f"{name}.pt", 1, None, 1) for name in "abc")
     for entry in entries:
         (folder / entry.draft).write_bytes(b"x")
-
-    async def work() -> None:
-        works = SaveFolderTasks()
-        works.saves.add(str(tmp_path))
-        answer = await works.do(Publish(1, str(tmp_path), 5, entries, {}, 2), 3, "mine")
-        assert answer == Published(3, 1, 5, str(tmp_path / naming.final_name(5)))
-        assert works.moved == len(entries)
-
-    asyncio.run(work())
+    works = SaveFolderTasks()
+    works.saves.add(str(tmp_path))
+    answer = await works.do(Publish(1, str(tmp_path), 5, entries, {}, 2), 3, "mine")
+    assert answer == Published(3, 1, 5, str(tmp_path / naming.final_name(5)))
+    assert works.moved == len(entries)
 
 
 def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
