@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from _blocks import Blocks, Measured
-from _calls import Calls
 
 DRILLS = 7  # drills in a job that compares its holders
 
@@ -25,7 +24,7 @@ class Arming:
         add: writes a line of results.
         hook: wraps a function once its module is imported.
         settings: steps in a block, pairs of blocks, the seed of their order, steps before them, and what is
-            measured: "times", "calls" of functions, or "holders" (see `Comparing`).
+            measured: "times" or "holders" (see `Comparing`).
     """
 
     def __init__(
@@ -34,9 +33,7 @@ class Arming:
         self._data: Any = None  # the iterator of the training data, if this rank reads any
         self._replaced: list[tuple[Any, str, Any]] = []  # an object, its attribute, and the original value
         self._began: Measured = {}
-        *numbers, what = settings.split(",")
-        block, pairs, seed, warm_up = map(int, numbers)
-        self._calls = Calls() if what == "calls" else None
+        block, pairs, seed, warm_up = map(int, settings.split(",")[:4])
         self._blocks = Blocks(
             add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end, warm_up=warm_up
         )
@@ -74,12 +71,8 @@ class Arming:
 
     def _begin(self) -> None:
         self._began = _now()
-        if self._calls is not None:
-            self._calls.begin()
 
     def _end(self, steps: int) -> Measured:
-        if self._calls is not None:
-            return {"calls": {name: count / steps for name, count in self._calls.end().items()}}
         return {name: (value - self._began[name]) / steps for name, value in _now().items()}
 
 

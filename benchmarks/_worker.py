@@ -6,7 +6,7 @@
 --gate       waits before every block of iterations until the benchmark says that it is this job's turn
 --holds      writes down the resources of the process after each INTERVAL-th step, from AT on
 --parts      turns the adaptor off and on every few steps, and writes down the times of each part of a step
---arming     turns online recovery off and on every few steps, and writes down the times or calls of a step
+--arming     turns online recovery off and on every few steps, and writes down the times of a step
 --uploading  stops and continues an uploader every few steps, and writes down the times of a step
 --cost       writes down, at the third gate, the memory and parameters of the process, and its sent bytes
 
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("--parts", metavar="BLOCK,PAIRS,SEED")
-    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls|holders")
+    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|holders")
     parser.add_argument("--uploading", metavar="BLOCK,PAIRS,SEED,WARM_UP,PID")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

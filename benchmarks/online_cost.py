@@ -13,9 +13,6 @@ armed or not, as the layout of small things in memory has it (`--trim` leaves th
 `--holders` measures the comparison of the holders (TTP_VERIFY_EVERY=auto) against none, instead: online
 recovery is armed in both arms. Each block has as many comparisons as the chosen interval says. Drills are
 timed before the first block.
-
-`--calls` measures no time: it counts the calls of functions that an armed step makes more, by function, which
-a busy machine does not change.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ import math
 import re
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import _blocks
 from _bench import Benchmark, argument_parser, spread, table
-from _blocks import ARMS, Measured, middle, paired
+from _blocks import Measured, middle, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 
 TARGET = 1.002
@@ -44,31 +41,28 @@ WARM_UP = 60
 KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 RATIOS = (("wall", "wall time"), ("cpu", "CPU time"), ("main", "CPU time of the main thread"))
 COUNTS = (("switches", "context switches"), ("faults", "page faults"))
-# Pairs of blocks in which calls are counted, and how often a function has to be called more to be shown.
-CALL_PAIRS = 4
-SHOWN_CALLS = 0.5
 _LIMIT_S = 3600.0
 
 
-def measure(ranks: int, pairs: int, folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(ranks: int, pairs: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run a job of so many ranks; return what its ranks have written down of each block, and of drills."""
-    what = "calls" if given.calls else "holders" if given.holders else "times"
+    what = "holders" if options.holders else "times"
     job = Job(
         folder,
         adaptor=True,
-        train_iters=WARM_UP + 2 * pairs * given.block + 1,
+        train_iters=WARM_UP + 2 * pairs * options.block + 1,
         ranks=ranks,
         extra=[
-            *model(given.layers, given.hidden, given.sequence),
-            *("--global-batch-size", str(given.global_batch)),
+            *model(options.layers, options.hidden, options.sequence),
+            *("--global-batch-size", str(options.global_batch)),
         ],
-        arming=f"{given.block},{pairs},{given.seed},{WARM_UP},{what}",
+        arming=f"{options.block},{pairs},{options.seed},{WARM_UP},{what}",
         environment={
             "TTP_ONLINE": "60",
             "TTP_SPARES": "0",
             "TTP_HANG": "0",
-            **({} if given.trim else KEEPS_FREED_MEMORY),
-            **({"TTP_VERIFY_EVERY": "auto"} if given.holders else {}),
+            **({} if options.trim else KEEPS_FREED_MEMORY),
+            **({"TTP_VERIFY_EVERY": "auto"} if options.holders else {}),
         },
     )
     with job:
@@ -76,41 +70,13 @@ def measure(ranks: int, pairs: int, folder: Path, given: argparse.Namespace) -> 
     if code != 0:
         raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
     found = job.watched()
-    if given.holders:  # whose blocks may be longer than was asked for
+    if options.holders:  # whose blocks may be longer than was asked for
         print(re.findall(r"^.*TTP_VERIFY_EVERY=auto.*$", job.log.read_text(), re.MULTILINE)[-1])
     elif len(found) != 2 * pairs * ranks:
         raise JobError(
             f"{ranks} ranks: {len(found)} of {2 * pairs * ranks} blocks were written down: see {job.log}"
         )
     return found
-
-
-def more_calls(blocks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return of each function how often a step calls it disarmed, and how often more armed: the means."""
-    arms = {arm: [block["calls"] for block in blocks if block["arm"] == arm] for arm in ARMS}
-    means = {
-        arm: {
-            name: sum(block.get(name, 0.0) for block in of_arm) / len(of_arm) for name in set().union(*of_arm)
-        }
-        for arm, of_arm in arms.items()
-    }
-    off, on = means["off"], means["on"]
-    found = {name: (off.get(name, 0.0), on.get(name, 0.0) - off.get(name, 0.0)) for name in {*off, *on}}
-    return {name: found[name] for name in sorted(found, key=lambda one: -abs(found[one][1]))}
-
-
-def report_calls(found: dict[int, dict[str, tuple[float, float]]]) -> str:
-    """The table of calls: the sum, and each function that armed steps call more or less often."""
-    rows = []
-    for ranks, functions in found.items():
-        off, more = (sum(numbers) for numbers in zip(*functions.values(), strict=True))
-        rows.append([ranks, "all", f"{off:,.1f}", f"{more:+,.1f}"])
-        rows += [
-            ["", name, f"{off:,.1f}", f"{more:+,.1f}"]
-            for name, (off, more) in functions.items()
-            if abs(more) >= SHOWN_CALLS
-        ]
-    return table(["processes", "calls in a step", "not armed", "added"], rows)
 
 
 def summary(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
@@ -136,9 +102,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
     _blocks.add_options(parser)
-    parser.add_argument(
-        "--calls", action="store_true", help=f"count calls of functions, in {CALL_PAIRS} pairs"
-    )
     parser.add_argument("--holders", action="store_true", help="the comparison of holders, in its place")
     parser.add_argument("--trim", action="store_true", help="the C library gives freed memory back")
     add_size_options(parser)
@@ -148,13 +111,8 @@ def main() -> None:
     blocks = {}
     for ranks in options.ranks:
         print(f"{ranks} processes", flush=True)
-        count = options.pairs or (CALL_PAIRS if options.calls else PAIRS[ranks])
-        blocks[ranks] = measure(ranks, count, folder / str(ranks), options)
+        blocks[ranks] = measure(ranks, options.pairs or PAIRS[ranks], folder / str(ranks), options)
     shutil.rmtree(folder)
-    if options.calls:
-        calls = {ranks: more_calls(written) for ranks, written in blocks.items()}
-        benchmark.finish(report_calls(calls), {"jobs": calls})
-        return
     pairs = {
         ranks: paired([line for line in written if line["what"] == "block"])
         for ranks, written in blocks.items()
