@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ PAUSE_S = 0.005
 _MODIFY, _CLOSE_WRITE, _MOVED, _CREATE, _DELETE = 0x2, 0x8, 0xC0, 0x100, 0x200
 _CHANGES = _MODIFY | _CLOSE_WRITE | _MOVED | _CREATE | _DELETE
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def captured(command: str | Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; return its exit code, whatever it is, and its output as text."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:

@@ -14,17 +14,15 @@ import pytest
 from adaptor import devices
 from adaptor.errors import ConfigError
 from tests.faults import warm
+from tests.waiting import captured
 
 
 def run(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         cwd=cwd,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
 
 
@@ -289,13 +287,7 @@ def test_a_spawned_process_does_not_import_the_script(tmp_path: Path) -> None:
             """
         ).replace("SCRIPT_DIRECTORY", repr(str(tmp_path)))
     )
-    completed = subprocess.run(
-        [sys.executable, "-m", "adaptor.devices", "cpu", script, "--flag"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    completed = captured([sys.executable, "-m", "adaptor.devices", "cpu", script, "--flag"], timeout=120)
     assert completed.stdout == "trained\n", completed.stderr
 
 
@@ -328,12 +320,6 @@ def test_the_end_of_a_script(end: str, code: int, said: list[str], tmp_path: Pat
     """All that is registered is done; the interpreter is only taken down after a failure."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
-    completed = subprocess.run(
-        [sys.executable, "-m", "adaptor.devices", "cpu", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    completed = captured([sys.executable, "-m", "adaptor.devices", "cpu", str(script)], timeout=120)
     assert completed.returncode == code, completed.stderr
     assert completed.stdout.splitlines() == said

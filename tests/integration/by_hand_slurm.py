@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tests import waiting
 from tests.frameworks import prepare
+from tests.waiting import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = "TTP_BY_HAND_SLURM"
@@ -78,7 +79,7 @@ exit $code
 
 
 def run(*command: str | Path) -> str:
-    completed = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    completed = captured([*map(str, command)])
     if completed.returncode:
         sys.exit(f"{' '.join(map(str, command))}: {completed.stderr}")
     return completed.stdout

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import captured
+
 pytestmark = pytest.mark.integration  # builds and installs the package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(source: Path, out: Path, *kinds: str) -> list[Path]:
     command = [sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", str(out), str(source)]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    completed = captured(command)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return sorted(out.iterdir())
 
@@ -112,9 +114,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_fresh_process(installed: Path, code: str) -> str:
     """What the code prints in a process that finds the installed wheel before any checkout."""
     program = f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"
-    completed = subprocess.run(
-        [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False, cwd=installed
-    )
+    completed = captured([sys.executable, "-I", "-c", program], cwd=installed)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.strip()
 
@@ -138,14 +138,12 @@ def test_the_console_script_answers(installed: Path) -> None:
 
 def test_the_installed_script_is_on_the_path_of_the_environment() -> None:
     script = Path(sys.executable).with_name("ttprun")
-    completed = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=False)
+    completed = captured([str(script), "--help"])
     assert completed.returncode == 0, completed.stderr
     assert "--ttp-" in completed.stdout
 
 
 def test_patches_cannot_be_imported_under_another_name() -> None:
-    completed = subprocess.run(
-        [sys.executable, "-c", "import patches"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    completed = captured([sys.executable, "-c", "import patches"], cwd=ROOT)
     assert completed.returncode != 0
     assert "adaptor.patches" in completed.stderr

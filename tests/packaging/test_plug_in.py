@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks import prepare
+from tests.waiting import captured
 
 pytestmark = pytest.mark.integration
 
@@ -33,11 +34,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def report(installed: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(installed), str(prepare.megatron_core())])
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", "adaptor", "report"],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=installed,
         env={**os.environ, "PYTHONPATH": path, "TTP_DEVICE": "cpu"},
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import warm
+from tests.waiting import captured
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -98,14 +99,8 @@ def cold_python(folder: Path) -> Run:
     """
 
     def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-B", *arguments],
-            cwd=folder,
-            env=_environment(folder, env),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
+        return captured(
+            [sys.executable, "-B", *arguments], cwd=folder, env=_environment(folder, env), timeout=240
         )
 
     return run

@@ -19,6 +19,7 @@ from tests import timing
 from tests.faults.warm import Warm
 from tests.ports import free_ports
 from tests.unit.nodes import ROOT
+from tests.waiting import captured
 
 ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
 TWO = [*ONE[:-1], "2"]
@@ -171,13 +172,8 @@ def interrupted_in_import(program_of: str, module: str) -> str:
 def run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     mine = ("TTP", "TORCHELASTIC", "PYTHONPATH")
     clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env},
-        capture_output=True,
-        text=True,
-        check=False,
+    return captured(
+        command, cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env}
     )
 
 

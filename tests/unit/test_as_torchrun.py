@@ -11,6 +11,7 @@ import pytest
 
 from tests.ports import free_ports
 from tests.unit.nodes import ROOT
+from tests.waiting import captured
 
 # A framework's own command, as those of ms-swift (a module) and LLaMA-Factory (a program) are.
 FRAMEWORK = """
@@ -48,13 +49,10 @@ def _run(folder: Path, program: str, value: str) -> subprocess.CompletedProcess[
         TTP_PORT=str(ports[1]),
         TTP_DEVICE="cpu",
     )
-    return subprocess.run(
+    return captured(
         [sys.executable, "framework.py", *PROGRAMS[program], *flags, "script.py", "--iters", "8"],
         cwd=folder,
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags, ttp
+from tests.waiting import captured
 
 OFFERS = """
 source "$1"; shift
@@ -30,9 +31,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(script: Path, *words: str, folder: Path) -> set[str]:
-    completed = subprocess.run(
-        ["bash", "-c", OFFERS, "bash", str(script), *words], capture_output=True, text=True, cwd=folder
-    )
+    completed = captured(["bash", "-c", OFFERS, "bash", str(script), *words], cwd=folder)
     assert (completed.returncode, completed.stderr) == (0, "")
     return set(completed.stdout.split())
 

@@ -14,7 +14,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
 from tests.unit.launching import DROPPED, HEARS_CTRL_C, interrupted_in_import
 from tests.unit.test_serve import job  # noqa: F401
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, captured
 
 # Ctrl-C comes at the first look at the files of the job, and is lost; a second look is one too many.
 LOOKED_AT_ONCE = """
@@ -44,7 +44,7 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
         "from adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     )
     line = [sys.executable, "-c", program, *command, str(job)]
-    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    completed = captured(line)
     assert completed.returncode == 130, completed.stderr
 
 
@@ -63,7 +63,7 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
 def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> None:
     program = interrupted_in_import(program_of, module)
     line = [sys.executable, "-c", program, "verify", "nowhere"]
-    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    completed = captured(line)
     assert (completed.returncode, completed.stdout, completed.stderr) == (130, "", "")
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> N
         "print(*sorted(set(sys.modules) - before))\n"
     )
     line = [sys.executable, "-c", program]
-    completed = subprocess.run(line, capture_output=True, text=True, check=False)
+    completed = captured(line)
     assert (completed.stdout, completed.stderr) == (f"{program_of}\n", "")
 
 

@@ -27,6 +27,7 @@ from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from tests.ports import free_port
 from tests.unit.threads import LONG_S
+from tests.waiting import captured
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -207,5 +208,5 @@ def test_nothing_tells_a_user_to_install_the_adaptor_from_an_index() -> None:
     by_name = r"(^|[^/\w])(ttp-adaptor\[|(install|add)( -[^ ]+)* +['\"]?(ttp-)?adaptor([^/\w]|$))"
     files = [":!pyproject.toml", ":!tests/unit/test_docs.py"]
     search = ["git", "grep", "-nIPi", by_name, "--", *files]
-    hits = subprocess.run(search, cwd=ROOT, capture_output=True, text=True)
+    hits = captured(search, cwd=ROOT)
     assert (hits.returncode, hits.stdout) == (1, "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.waiting import captured
 
 EXAMPLE = Path(__file__).parents[2] / "examples/mindspeed_llm"
 sys.path.append(str(EXAMPLE))
@@ -290,14 +291,7 @@ def flow(tmp_path: Path) -> Any:
         }
         calls.write_text("")
         command = ["bash", str(EXAMPLE / "flow.sh"), *arguments]
-        completed = subprocess.run(
-            command,
-            env={**environ, "KILL": "", **more},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        completed = captured(command, env={**environ, "KILL": "", **more}, cwd=tmp_path)
         trained = [line for line in calls.read_text().splitlines() if not line.startswith("python")]
         return completed.returncode, completed.stdout + completed.stderr, trained
 

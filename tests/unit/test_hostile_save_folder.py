@@ -38,6 +38,7 @@ from tests.unit.test_resume_check import (
     resume,
     root,
 )
+from tests.waiting import captured
 
 __all__ = ["pristine", "root"]  # fixtures
 
@@ -575,7 +576,7 @@ def test_no_other_user_can_open_the_lock(root: Path) -> None:
         f"import os; os.setuid({OTHER_USER}); os.stat({str(root)!r}); os.open({str(root / naming.LOCK)!r}, 0)"
     )
     with locked(root):
-        completed = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+        completed = captured([sys.executable, "-c", look])
         assert "PermissionError" in completed.stderr
         assert naming.LOCK in completed.stderr
     assert not (root / naming.LOCK).exists()

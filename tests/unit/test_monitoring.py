@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.waiting import captured
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "monitoring"
 RULES: list[dict[str, Any]] = yaml.safe_load((EXAMPLE / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -79,9 +81,7 @@ def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     expressions += [one["expr"] for one in DASHBOARD["annotations"]["list"]]
     rules = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    completed = subprocess.run(
-        ["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, text=True
-    )
+    completed = captured(["promtool", "check", "rules", "rules.yml"], cwd=tmp_path)
     assert (completed.returncode, f"{len(rules)} rules found" in completed.stdout) == (0, True), (
         completed.stderr
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from adaptor import engines, plug_ins
 from adaptor.errors import AdaptorError, ConfigError, StartError
+from tests.waiting import captured
 
 Install = Callable[..., None]
 
@@ -96,14 +96,7 @@ def test_one_that_cannot_be_imported_shows_no_traceback(
     install("other-part", "other", "import lab_that_is_not_here", group=group)
     (tmp_path / "script.py").touch()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "other-part")}
-    completed = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    completed = captured([sys.executable, *command], cwd=tmp_path, env=environment)
     assert completed.returncode != 0
     assert "the plug-in other of other-part cannot be loaded" in completed.stderr
     assert "Traceback" not in completed.stderr

@@ -14,6 +14,7 @@ import pytest
 import adaptor
 from adaptor import errors, library, patching
 from adaptor.frameworks import kernel_timeout, optimizer_instances
+from tests.waiting import captured
 
 
 def test_every_public_name_is_there() -> None:
@@ -68,9 +69,7 @@ def test_nobody_has_enabled_it(
     inherited = {name: text for name, text in os.environ.items() if "TTP" not in name}
     script = f"import adaptor\n{before}\n{call}"
     command = [sys.executable, "-c", script]
-    completed = subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, check=False
-    )
+    completed = captured(command, env=inherited | environment)
     if does_nothing:
         assert (completed.returncode, completed.stdout) == (0, "None\n"), completed.stderr
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Publishe
 from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.wire import deadline
 from tests.unit.threads import LONG_S
+from tests.waiting import captured
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ for thread in threading.enumerate()[1:]:
     thread.join()
 print("torch.distributed.checkpoint.filesystem" in sys.modules)
 """
-    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    completed = captured([sys.executable, "-c", script])
     assert completed.stdout == f"{expected}\n", completed.stderr
 
 

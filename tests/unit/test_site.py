@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.test_docs import pages_of_the_site
+from tests.waiting import captured
 
 ROOT = Path(__file__).parents[2]
 IMAGES = [str(path.relative_to(ROOT)) for end in ("svg", "css") for path in ROOT.glob(f"docs/*.{end}")]
@@ -41,10 +41,8 @@ def test_the_site_is_built(added: str, tmp_path: Path) -> None:
     configuration = configuration.replace("docs/site_links.py", str(ROOT / "docs/site_links.py"))
     configuration = configuration.replace("paths: [.]", f"paths: [{ROOT}]")
     (tmp_path / "mkdocs.yml").write_text(configuration)
-    completed = subprocess.run(
+    completed = captured(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
-        capture_output=True,
-        text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
     lines = [line for line in WRONG.values() if line in completed.stderr]

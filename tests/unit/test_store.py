@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from adaptor.store.pull import pull, resume
 from adaptor.store.push import push, read_folder
 from tests.unit import azure_server, fault_proxy, object_store
 from tests.unit.object_store import contents, save
+from tests.waiting import captured
 
 
 @pytest.fixture(scope="module")
@@ -519,7 +519,7 @@ def test_a_store_without_its_package_is_one_line() -> None:
         "import sys; sys.modules['obstore'] = None\n"
         "from adaptor.launchers.cli.ttp import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
     )
-    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    completed = captured([sys.executable, "-c", script])
     assert completed.returncode == 2
     assert completed.stderr.count("\n") == 1
     assert "pip install '.[store]' in the folder of the adaptor's sources" in completed.stderr

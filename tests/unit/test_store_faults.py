@@ -21,6 +21,7 @@ from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import SMALLEST_PART, contents, save
+from tests.waiting import captured
 
 __all__ = ["faults", "server", "url"]
 # The statement after which the process is told to go on; it has imported all that it needs by then.
@@ -167,7 +168,7 @@ def test_credentials_that_are_refused_are_one_line(faults: FaultProxy, url: str,
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store"]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     for action in (["list", url], ["push", url, str(tmp_path / "one")], ["pull", url, str(tmp_path / "two")]):
-        completed = subprocess.run([*command, *action], capture_output=True, text=True, env=environment)
+        completed = captured([*command, *action], env=environment)
         assert completed.returncode == 2
         assert completed.stderr.count("\n") == 1, completed.stderr
         assert "does not allow these credentials to" in completed.stderr
@@ -266,7 +267,7 @@ def test_a_command_that_fails_waits_for_no_other_request(
     faults.begin(_one_is_refused_and_another_held)
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    completed = captured(command, env=environment, timeout=60)
     assert completed.returncode == 2
     assert "does not allow these credentials to read" in completed.stderr
 

@@ -25,6 +25,7 @@ from adaptor.store.store_requests import RETRY_S, BusyError, Retrying
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import save
+from tests.waiting import captured
 
 __all__ = ["faults", "server", "url"]
 WAITS = f"; it is asked again for {RETRY_S:g} s (Ctrl-C ends that)\n"
@@ -183,7 +184,7 @@ def test_the_wait_ends_with_ttprun(
 def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "list", url]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": closed}
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment)
+    completed = captured(command, env=environment)
     assert completed.returncode == 2
     (line,) = completed.stderr.splitlines()
     assert line.endswith(f"no answer from {closed}; is the address right, and does the server run?")

@@ -22,7 +22,7 @@ from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import STEP, Shape
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, captured
 
 STEP_FOLDER = naming.final_name(STEP)
 NOBODY = 65534
@@ -199,11 +199,8 @@ def _command(*arguments: object) -> list[str]:
 def test_a_disk_that_takes_no_more(tmp_path: Path, workers: int) -> None:
     """Here a limit for the size of a file: each write beyond it fails, as on a full disk."""
     small_checkpoint.write(tmp_path / "a")
-    completed = subprocess.run(
+    completed = captured(
         _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", workers),
-        capture_output=True,
-        text=True,
-        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
     )
     (line,) = (line for line in completed.stderr.splitlines() if not line.startswith("transform: "))
@@ -245,7 +242,7 @@ def test_no_signal_finds_locks_half_taken(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     command = _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", "2")
     command[3] = f"{INTERRUPTED_BETWEEN_TWO_LOCKS}\n{command[3]}"
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    completed = captured(command, timeout=LONG_S)
     assert completed.returncode == 0, completed.stderr
 
 

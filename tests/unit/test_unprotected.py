@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests import waiting
 from tests.faults import warm
 from tests.faults.warm import Warm
 from tests.unit.launching import ONE, ROOT, TWO, Launcher, launcher, zygote
+from tests.waiting import captured
 
 __all__ = ["launcher", "zygote"]
 
@@ -452,11 +452,5 @@ def test_a_process_in_the_place_of_another_does_not_look_for_dump_signals(
     environment: dict[str, str], value: str
 ) -> None:
     """torch would ask a store once a second that was for the meeting of the survivors."""
-    completed = subprocess.run(
-        [sys.executable, "-c", NEWCOMER],
-        env={**os.environ, "RANK": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    completed = captured([sys.executable, "-c", NEWCOMER], env={**os.environ, "RANK": "1", **environment})
     assert completed.stdout.splitlines() == [value], completed.stderr

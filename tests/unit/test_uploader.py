@@ -33,6 +33,7 @@ from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
 from tests.unit.object_store import save
+from tests.waiting import captured
 
 __all__ = ["faults", "server", "url"]
 
@@ -432,7 +433,7 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
     )
     ttp = f" {sys.executable} -m adaptor.launchers.cli.ttp "
     command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
-    completed = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    completed = captured(["sh", "-c", command])
     assert completed.returncode == 0, completed.stderr
     assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
         10
