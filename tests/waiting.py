@@ -29,9 +29,13 @@ _CHANGES = _MODIFY | _CLOSE_WRITE | _MOVED | _CREATE | _DELETE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def captured(command: str | Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; return its exit code, whatever it is, and its output as text."""
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+def captured(
+    command: str | Sequence[str | Path], *, code: int | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its output as text; `code`: the expected exit code, None: any."""
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert code in (None, completed.returncode), f"{completed.returncode}: {completed.stderr}"
+    return completed
 
 
 def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:

@@ -202,8 +202,10 @@ def inherit(starter: int, connection: socket.socket) -> None:
     Warm._mother = ended, connection
 
 
-def run(command: list[str], *, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command in a fork of the starter, as `subprocess.run(..., capture_output=True)` does."""
+def run(
+    command: list[str], *, timeout: float = 120, code: int | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fork of the starter, as `waiting.captured` does."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Warm(command, text=True, **{**pipes, **options}) as process:
         try:
@@ -211,6 +213,7 @@ def run(command: list[str], *, timeout: float = 120, **options: Any) -> subproce
         except BaseException:
             process.kill()
             raise
+    assert code in (None, process.returncode), f"{process.returncode}: {error}"
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 

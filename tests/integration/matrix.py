@@ -110,17 +110,14 @@ def share_sequences(replica: str, out: Path) -> Result:
     fault = Fault(rank=1, step=6, phase=phase, kind="sigkill")
     train = partial(library.train, layout=CONTEXT, instances=2 if replica == "split" else 1)
     words = ("--context", "2")
-    undisturbed = train(out / "undisturbed", *words, launcher="torchrun")
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    undisturbed = train(out / "undisturbed", *words, launcher="torchrun", code=0)
     print(f"  {fault}", flush=True)
     words += ("--save", str(out / "save"))
-    result = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)])
-    assert result.code == 137, result.log[-3000:]
+    result = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)], code=137)
     _assert_told(result, cell)
     outcome.assert_saved(out / "save", step)
     outcome.assert_same_training(result, undisturbed.records, steps=range(1, step))
-    resumed = train(out / "resumed", *words, launcher="torchrun")
-    assert resumed.code == 0, resumed.log[-3000:]
+    resumed = train(out / "resumed", *words, launcher="torchrun", code=0)
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
     return _entry(cell, fault, step)
 

@@ -210,8 +210,7 @@ def test_a_loop_of_ones_own_on_two_nodes(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_that_does_not_ask_for_them(tmp_path: Path) -> None:
     job = ("--tensor", "2", "--save", str(tmp_path / "save"), "--uncopied")
-    result = train(tmp_path / "job", *job, layout=DP2, options=("--ttp-host-copy", "2"))
-    assert result.code == 2, result.log[-3000:]
+    result = train(tmp_path / "job", *job, layout=DP2, options=("--ttp-host-copy", "2"), code=2)
     assert result.last_line == (
         "ttprun: error: TTP_HOST_COPY is set: a loop of your own goes on from copies in host memory only"
         " where it calls adaptor.write_host_copies before it loads; do so, or leave it out"
@@ -228,8 +227,7 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     ]
     options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
     job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
-    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
     assert any(" training goes on after step 3, 0 steps lost" in line for line in result.said), result.said
     since = "later than step 3, which was saved"
     assert f"[ttp] step 6 is written from the copies in host memory ({since})" in result.said

@@ -27,8 +27,7 @@ from tests.faults.library import train, undisturbed
 )
 def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    result = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
-    assert result.code == code, result.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine, code=code)
     if engine == "builtin":
         assert "[ttp] protected from step 1 (split; any 1 rank)" in result.said
     outcome.assert_saved(save, step)
@@ -40,8 +39,7 @@ def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path) 
 def _goes_on_by_itself(tmp_path: Path, *job: str, step: int) -> None:
     """Without the adaptor the script trains on from `step`, which is the newest, as if nothing had been."""
     layout = job[: job.index("--save")]
-    resumed = train(tmp_path / "resumed", *job, launcher="torchrun")
-    assert resumed.code == 0, resumed.log[-3000:]
+    resumed = train(tmp_path / "resumed", *job, launcher="torchrun", code=0)
     outcome.assert_same_training(resumed, undisturbed(*layout), steps=range(step + 1, ITERATIONS + 1))
 
 
@@ -59,8 +57,8 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
         faults=[fault],
         options=recorded,
         engine=engine,
+        code=0,
     )
-    assert result.code == 0, result.log[-3000:]
     outcome.assert_saved(save, 5)
     outcome.assert_same_training(result, undisturbed(layout=DP2))
     names = {path.name for path in (tmp_path / "job/logs").glob("record-*/*")}
@@ -75,8 +73,7 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None
     faults = [kill, "rank=0,step=6,phase=reduction,kind=exception"]
     job = ("--save", str(save), "--loop", "run-steps")
     options = ("--ttp-online", "60", "--ttp-drill-every", "1")
-    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
     assert "2 incidents (2 without a restart), 0 steps lost" in result.log
     (spare,) = [stamp["spare"] for stamp in result.stamps if stamp["rank"] == 2]
     assert f"replaced by pid {spare}, " in result.log
@@ -101,8 +98,7 @@ def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path) -> No
         "rank=3,step=7,phase=update,kind=sigkill",
     ]
     job = ("--save", str(tmp_path / "save"), *STREAM)
-    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"), code=0)
     assert "3 incidents (3 without a restart), 0 steps lost" in result.log
     assert [result.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
     assert [result.log.count(f"rank {rank} loads nothing\n") for rank in range(4)] == [0, 0, 1, 1]
@@ -120,8 +116,7 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
     save = tmp_path / "save"
     options = ("--ttp-online", "60", "--ttp-hang", "5")
     job = ("--save", str(save), *STREAM)
-    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
     assert any("rank 2 does not answer; replaced by pid " in line for line in result.said), result.said
     assert "restart 1 of 1: from step 6, 0 steps lost" in result.log
     assert "2 incidents (1 without a restart), 0 steps lost" in result.log
@@ -134,15 +129,15 @@ def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "save"), *STREAM)
     fault = "rank=1,step=6,phase=reduction,kind=exception"
     compared = ("--ttp-verify-saves", "True")
-    result = train(tmp_path / "first", *save, layout=DP2, faults=[fault], options=compared)
-    assert result.code == 1, result.log[-3000:]
+    train(tmp_path / "first", *save, layout=DP2, faults=[fault], options=compared, code=1)
     outcome.assert_saved(tmp_path / "save", 5)
     assert manifest.read(tmp_path / "save" / naming.final_name(5)).state is not None
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
     job = (*save, "--further", "3")
-    resumed = train(tmp_path / "resumed", *job, layout=DP2, restarts=1, faults=[fault], options=options)
-    assert resumed.code == 0, resumed.log[-3000:]
+    resumed = train(
+        tmp_path / "resumed", *job, layout=DP2, restarts=1, faults=[fault], options=options, code=0
+    )
     assert "1 incident (1 without a restart), 0 steps lost" in resumed.log
     assert not re.search("another state|is not compared", resumed.log), resumed.said
     outcome.assert_same_training(resumed, undisturbed("--stream", layout=DP2), range(6, ITERATIONS + 1))
@@ -153,8 +148,7 @@ def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
     job = ("--save", str(tmp_path / "save"), *STREAM, "--end-at", "6")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
-    result = train(tmp_path / "job", *job, layout=DP2, restarts=1, faults=[fault], options=options)
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", *job, layout=DP2, restarts=1, faults=[fault], options=options, code=0)
     assert "1 incident (1 without a restart), 0 steps lost" in result.log
     outcome.assert_same_training(result, undisturbed("--stream", layout=DP2), range(1, 7))
     assert {max(line["iteration"] for line in lines) for lines in result.records.values()} == {6}
@@ -181,8 +175,9 @@ def test_layouts_are_recovered_online(
     expected = undisturbed(*layout, instances=instances)
     job = (*layout, "--save", str(tmp_path / "save"))
     options = ("--ttp-online", "60")
-    result = train(tmp_path / "job", *job, "--loop", "run-steps", restarts=1, faults=[fault], options=options)
-    assert result.code == 0, result.log[-3000:]
+    result = train(
+        tmp_path / "job", *job, "--loop", "run-steps", restarts=1, faults=[fault], options=options, code=0
+    )
     assert "1 incident (1 without a restart), 0 steps lost" in result.log
     assert result.log.count(f"back behind step {behind}\n") == 4
     outcome.assert_saved(tmp_path / "save", behind)
@@ -217,8 +212,7 @@ def test_muon(tmp_path: Path) -> None:
 )
 def test_a_loop_that_is_not_protected_trains_as_under_torchrun(tmp_path: Path) -> None:
     expected = undisturbed("--loop", "unprotected", instances=1)
-    result = train(tmp_path / "job", "--loop", "unprotected")
-    assert result.code == 0, result.log[-3000:]
+    result = train(tmp_path / "job", "--loop", "unprotected", code=0)
     outcome.assert_same_training(result, expected)
     # The losses of two optimizer instances are others.
     with pytest.raises(AssertionError):
@@ -272,8 +266,7 @@ def test_a_loop_that_is_claimed_when_its_groups_are_made(tmp_path: Path) -> None
     """The groups stay what they are, so second copies are made by mirror."""
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
-    result = train(tmp_path / "job", "--save", str(save), "--late", layout=DP2, faults=[fault])
-    assert result.code == 137, result.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--late", layout=DP2, faults=[fault], code=137)
     assert "[ttp] protected from step 1 (mirror; any 1 rank)" in result.said
     outcome.assert_saved(save, 6)
     outcome.assert_same_training(result, undisturbed(layout=DP2, instances=1), steps=range(1, 6))
@@ -283,8 +276,9 @@ def test_a_loop_that_is_claimed_when_its_groups_are_made(tmp_path: Path) -> None
 def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=logging,kind=sigkill"
-    result = train(tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault])
-    assert result.code == 137, result.log[-3000:]
+    result = train(
+        tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault], code=137
+    )
     why = "an optimizer that adaptor.protect was given makes an update, and no step was begun; put each step"
     assert sum(line.startswith(f"[ttp] NOT PROTECTED: {why}") for line in result.said) == 1
     assert f"nothing to save: the job was not protected: {why}" in result.last_line
@@ -294,8 +288,7 @@ def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
 @pytest.mark.robustness("A1", "begin_step(step - 1)", "one line that names the step that was expected")
 def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    result = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2)
-    assert result.code == 2, result.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2, code=2)
     expected = "ttprun: error: step 0 was begun, expected step 1: adaptor.protect was told step=0"
     assert result.last_line.startswith(expected)
     assert "Traceback" not in result.log
@@ -307,8 +300,7 @@ def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
 )
 def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    result = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2, restarts=1)
-    assert result.code == 1, result.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2, restarts=1, code=1)
     assert "StepError: step 6 was begun, expected step 5" in result.last_line
     assert "; not started again: another start would fail in the same way" in result.last_line
     assert "Traceback" not in result.log
@@ -347,8 +339,7 @@ def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path
 )
 def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    result = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2)
-    assert result.code == 2, result.log[-3000:]
+    result = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2, code=2)
     assert result.last_line.startswith(
         "ttprun: error: step 1 has an update of AdamW that no hook has told of, so it could not be saved"
     )
@@ -362,8 +353,9 @@ def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
 def test_protected_twice(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
-    result = train(tmp_path / "job", "--save", str(save), "--give", "twice", layout=DP2, faults=[fault])
-    assert result.code == 137, result.log[-3000:]
+    result = train(
+        tmp_path / "job", "--save", str(save), "--give", "twice", layout=DP2, faults=[fault], code=137
+    )
     assert sum("[ttp] protected from step 1 (split; any 1 rank)" in line for line in result.said) == 1
     outcome.assert_saved(save, 6)
     outcome.assert_same_training(result, undisturbed(layout=DP2), steps=range(1, 6))
@@ -384,8 +376,7 @@ def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, words: str, t
     save = tmp_path / "save"
     fault = f"rank=1,step=6,phase={phase},kind={kind}"
     job = ("--save", str(save), "--loop", loop)
-    result = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"])
-    assert result.code == 1, result.log[-3000:]
+    result = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"], code=1)
     assert "nothing has moved for " in result.last_line
     assert words in result.last_line
     outcome.assert_saved(save, step)

@@ -256,8 +256,7 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
     made = tmp_path / "save-tp1-pp1"
     assert f" and start with {sizes} --load {made} --save {made}; the newest checkpoint in " in line
     (command,) = re.findall("`python (.*)`", line)
-    transformed = warm.run([sys.executable, *shlex.split(command)])
-    assert transformed.returncode == 0, transformed.stderr
+    warm.run([sys.executable, *shlex.split(command)], code=0)
     job = Job(
         tmp_path / "smaller",
         Layout("dp3", 3, extra=BATCH),

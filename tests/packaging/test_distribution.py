@@ -45,8 +45,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(source: Path, out: Path, *kinds: str) -> list[Path]:
     command = [sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", str(out), str(source)]
-    completed = captured(command)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    captured(command, code=0)
     return sorted(out.iterdir())
 
 
@@ -114,8 +113,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_fresh_process(installed: Path, code: str) -> str:
     """What the code prints in a process that finds the installed wheel before any checkout."""
     program = f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"
-    completed = captured([sys.executable, "-I", "-c", program], cwd=installed)
-    assert completed.returncode == 0, completed.stderr
+    completed = captured([sys.executable, "-I", "-c", program], cwd=installed, code=0)
     return completed.stdout.strip()
 
 
@@ -138,8 +136,7 @@ def test_the_console_script_answers(installed: Path) -> None:
 
 def test_the_installed_script_is_on_the_path_of_the_environment() -> None:
     script = Path(sys.executable).with_name("ttprun")
-    completed = captured([str(script), "--help"])
-    assert completed.returncode == 0, completed.stderr
+    completed = captured([str(script), "--help"], code=0)
     assert "--ttp-" in completed.stdout
 
 

@@ -98,8 +98,7 @@ adaptor.enable()
     ids=["enable", "session"],
 )
 def test_outside_of_ttprun(cold_python: Run, script: str) -> None:
-    completed = cold_python("-c", script)
-    assert completed.returncode == 1
+    completed = cold_python("-c", script, code=1)
     assert completed.stderr.strip().splitlines()[-1].partition("rror: ")[2] == (
         "the adaptor is enabled, but this process was not started by ttprun:"
         " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
@@ -116,8 +115,7 @@ def test_it_takes_no_settings() -> None:
 
 
 def test_a_setting_that_makes_no_sense(cold_python: Run) -> None:
-    completed = cold_python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
-    assert completed.returncode == 1
+    completed = cold_python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT}, code=1)
     assert completed.stderr.startswith("adaptor: error: TTP_OT is '1': it must be")
     assert len(completed.stderr.splitlines()) == 1
 

@@ -317,8 +317,7 @@ adaptor.enable()
 from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 MindSpeedFeaturesManager.apply_features_pre_patches(argparse.Namespace({switch}=True))
 """
-    completed = cold_python("-c", script, env=AGENT)
-    assert completed.returncode == 1
+    completed = cold_python("-c", script, env=AGENT, code=1)
     (line,) = completed.stderr.splitlines()
     assert line.startswith(f"adaptor: error: --{switch.replace('_', '-')} is given")
     assert line.endswith("leave it out, or set ENABLE_TTP=False")

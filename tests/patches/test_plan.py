@@ -31,8 +31,7 @@ SIZES = [(1, 1, 4, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 3, 4)]
 
 def test_the_groups_are_the_frameworks(python: Run) -> None:
     tree = str(prepare.megatron_lm())
-    completed = python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
-    assert completed.returncode == 0, completed.stderr
+    completed = python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree}, code=0)
     for (tp, cp, dp, pp), groups in zip(SIZES, json.loads(completed.stdout), strict=True):
         assert sorted(_groups(tp * cp * dp * pp, cp * dp, tp)) == sorted(groups)
 
@@ -116,8 +115,7 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     given[given.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
     words = ("plan", "--nproc-per-node", "2", "--", script, *given)
     environ = environment(TTP_ONLINE="60")
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
-    assert completed.returncode == 0, completed.stderr
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ, code=0)
     (line,) = (line for line in completed.stdout.splitlines() if line.startswith("recovery"))
     assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
     assert "; a data loader of the script's own (--dataloader-type external) " in line
@@ -155,8 +153,7 @@ def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     )
     arguments = tiny_gpt(save=tmp_path / "save")
     env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env, code=0)
     found = {finding["name"]: finding for finding in json.loads(completed.stdout)["findings"]}
     assert found["job"]["words"].startswith(
         "protected with 2 ranks: second copies of optimizer shards by split"
@@ -206,8 +203,7 @@ def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
     trusted = environment(TTP_TLS="plain")
     (racks := folder / "racks").write_text("n0 a\nn1 b\n")
     hosts = ("--hosts", str(racks))
-    completed = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted)
-    assert completed.returncode == 0, completed.stderr
+    completed = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted, code=0)
     assert completed.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
     (chosen,) = (line for line in completed.stdout.splitlines() if line.startswith("* split"))
     assert chosen.endswith("  any 1 rank, any 1 node")

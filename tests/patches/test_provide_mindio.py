@@ -13,8 +13,7 @@ AGENT = {"TTP_AGENT": "somewhere"}
 
 
 def test_nobody_asked(cold_python: Run) -> None:
-    completed = cold_python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
-    assert completed.returncode == 1
+    completed = cold_python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT, code=1)
     assert "No module named 'mindio_ttp'" in completed.stderr
 
 
@@ -71,8 +70,7 @@ def test_off_provides_nothing(cold_python: Run, asked: str) -> None:
 def test_an_installed_one_is_not_replaced(cold_python: Run, folder: Path) -> None:
     (folder / "mindio_ttp").mkdir()
     (folder / "mindio_ttp" / "__init__.py").write_text("")
-    completed = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
-    assert completed.returncode == 1
+    completed = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT, code=1)
     (line,) = completed.stderr.splitlines()
     assert line.startswith("adaptor: error: TTP_PROVIDE_MINDIO is True, but mindio_ttp is installed (")
     assert line.endswith(

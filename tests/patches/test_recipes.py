@@ -72,8 +72,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
 def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_path: Path) -> None:
     """With its reasons; options and values that the installed version does not know are judged as well."""
     (recipes := tmp_path / "recipes.jsonl").write_text(f"{line}\n")
-    done = python(COMMAND, str(recipes), "--list", env=environment(TTP_ONLINE="60"))
-    assert done.returncode == 0, done.stderr
+    done = python(COMMAND, str(recipes), "--list", env=environment(TTP_ONLINE="60"), code=0)
     listed = done.stdout.partition("\nOf 1 recipes")[0].splitlines()
     assert len(listed) == len(words), listed
     assert all(word in said for word, said in zip(words, listed, strict=True)), listed
@@ -82,8 +81,7 @@ def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_pat
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published recipes are not beside this checkout")
 def test_published_recipes(python: Run) -> None:
     """No more of them than before are refused, or lack something."""
-    done = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"))
-    assert done.returncode == 0, done.stderr
+    done = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"), code=0)
     for words, (smallest, largest) in SHARES.items():
         (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
         assert smallest <= int(share) <= largest, done.stdout

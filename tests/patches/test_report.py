@@ -45,8 +45,7 @@ def test_ctrl_c_while_the_script_runs(folder: Path, cold_python: Run) -> None:
 
 def test_drift(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").write_text("def g(b, a): ...\n")
-    completed = python("-c", REPORT)
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, code=1)
     assert "fake.core:f   pair  silenced  f is doubled\n" in completed.stdout
     assert "fake.extra:g  pair  drifted   expected (a, b), found (b, a)\n" in completed.stdout
     assert completed.stderr == (
@@ -57,8 +56,7 @@ def test_drift(folder: Path, python: Run) -> None:
 
 def test_a_module_that_cannot_be_imported(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").write_text("import engine_that_is_not_here\n")
-    completed = python("-c", REPORT)
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, code=1)
     assert completed.stderr.splitlines() == [
         "python -m adaptor: fake.extra cannot be imported: No module named 'engine_that_is_not_here'",
         (
@@ -70,15 +68,13 @@ def test_a_module_that_cannot_be_imported(folder: Path, python: Run) -> None:
 
 def test_a_module_that_is_gone(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").unlink()
-    completed = python("-c", REPORT)
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, code=1)
     assert "found no module fake.extra" in completed.stderr
 
 
 def test_no_framework(folder: Path, python: Run) -> None:
     (folder / "fake").rename(folder / "elsewhere")
-    completed = python("-c", REPORT)
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, code=1)
     line = "none of the patched modules is on the path: is the framework installed?"
     assert completed.stderr == f"python -m adaptor: {line}\n"
     assert completed.stdout == f"verdict: not protected: {line}\n", "without a table of what is not there"
@@ -110,11 +106,9 @@ def test_another_distribution_of_the_same_import_name(folder: Path, python: Run)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
     line = "the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: "
-    completed = python("-c", REPORT)
-    assert completed.returncode == 0
+    completed = python("-c", REPORT, code=0)
     assert completed.stderr.startswith(f"python -m adaptor: {line}")
-    enabled = python("-c", "import adaptor; adaptor.enable()")
-    assert enabled.returncode == 1
+    enabled = python("-c", "import adaptor; adaptor.enable()", code=1)
     assert f"; {line}" in enabled.stderr
 
 
@@ -289,8 +283,7 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
         (folder / "fake").rename(folder / "elsewhere")
     else:
         (folder / "fake/extra.py").write_text(drift)
-    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1", code=1)
     assert completed.stdout.splitlines()[-1].startswith("verdict: not protected: ")
 
 
@@ -327,16 +320,14 @@ def test_a_script_that_ends_by_an_error_of_its_own(
     if not framework:
         (folder / "fake").rename(folder / "elsewhere")
     (folder / "own.py").write_text(f"import sys\n{begins or 'sys.exit()'}\n")
-    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1", code=1)
     assert completed.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
     assert completed.stderr.startswith(f"python -m adaptor: the script ended with {words}")
 
 
 def test_a_script_that_trains_nothing(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text("")
-    completed = python("-c", REPORT, "--", "own.py", "--lr", "1")
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, "--", "own.py", "--lr", "1", code=1)
     assert completed.stdout.splitlines()[-1] == "verdict: not known: the script ended without training"
 
 
@@ -371,10 +362,8 @@ def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text(f"{NOISE}import torch\ntorch.distributed.init_process_group('gloo')\n")
     with (folder / "fake/core.py").open("a") as core:
         core.write(NOISE)
-    completed = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
-    assert completed.returncode == 0, completed.stderr
+    completed = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1", code=0)
     assert json.loads(completed.stdout)["verdict"] == OWN_LOOP
-    completed = python("-c", REPORT)
-    assert completed.returncode == 0, completed.stderr
+    completed = python("-c", REPORT, code=0)
     assert completed.stdout.startswith("patch  ")
     assert completed.stdout.splitlines()[-1].startswith("verdict: the patches fit")

@@ -66,8 +66,7 @@ def test_a_patch_point_that_moved_is_named(folder: Path, python: Run) -> None:
     signatures["ascendspeed.training:train_step"] = "(forward_step_func, model, optimizer, lr_scheduler)"
     del signatures["ascendspeed.checkpointing:save_checkpoint"]
     recorded.write(folder, signatures)
-    completed = python("-c", REPORT)
-    assert completed.returncode == 1
+    completed = python("-c", REPORT, code=1)
     step, save = completed.stderr.splitlines()
     assert step == (
         "python -m adaptor: ascendspeed.training:train_step (unit ascendspeed-training): expected "

@@ -88,11 +88,14 @@ class Launcher:
             before=before,
         )
 
-    def wait(self, pid: int) -> Ended:
-        return Ended(self._ask(wait=pid), self.log)
+    def wait(self, pid: int, code: int | None = None) -> Ended:
+        """Return a ttprun that has ended; `code`: its expected exit code, None: any."""
+        ended = Ended(self._ask(wait=pid), self.log)
+        assert code in (None, ended.code), f"{ended.code}: {ended.log}"
+        return ended
 
-    def run(self, *argv: str, before: str = "", **env: str) -> Ended:
-        return self.wait(self.start(*argv, before=before, **env))
+    def run(self, *argv: str, before: str = "", code: int | None = None, **env: str) -> Ended:
+        return self.wait(self.start(*argv, before=before, **env), code)
 
     @property
     def log(self) -> str:

@@ -414,8 +414,7 @@ def test_a_script_reads_what_was_pulled(enabled: str, launcher: Launcher, tmp_pa
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_text(f"this is {name}")
     options = [f"--ttp-pull=file://{tmp_path}/one=here", "--ttp-pull", f"file://{tmp_path}/two=more"]
-    result = launcher.wait(_job(launcher, *options, "--ttp-enable", enabled))
-    assert result.code == 0, result.log
+    result = launcher.wait(_job(launcher, *options, "--ttp-enable", enabled), code=0)
     assert "this is one this is two" in result.log
     assert "here has what is in" in result.log
 
@@ -444,8 +443,9 @@ def test_what_cannot_be_pulled_starts_nothing(
     text, without, why = REFUSED[case]
     Source("s3://bucket/data", faults, server).put("one", b"1")
     environment = {**object_store.CREDENTIALS, without: ""} if without else object_store.CREDENTIALS
-    result = launcher.wait(_job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment))
-    assert result.code == 2
+    result = launcher.wait(
+        _job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment), code=2
+    )
     assert len(result.log.splitlines()) == 1
     assert result.log.startswith(f"ttprun: error: {why}")
     assert not (launcher.folder / "here").exists()
@@ -454,8 +454,7 @@ def test_what_cannot_be_pulled_starts_nothing(
 def test_credentials_that_are_refused_start_nothing(faults: FaultProxy, url: str, launcher: Launcher) -> None:
     faults.fault = lambda number, method, path: "403"
     options = ["--ttp-pull", f"{url}=here", "--ttp-store-endpoint", faults.url]
-    result = launcher.wait(_job(launcher, *options, **object_store.CREDENTIALS))
-    assert result.code == 2
+    result = launcher.wait(_job(launcher, *options, **object_store.CREDENTIALS), code=2)
     assert result.log == (
         f"ttprun: error: TTP_PULL: {url}: {faults.url} does not allow these credentials to list it"
         " (403 Forbidden, AccessDenied)\n"
@@ -469,8 +468,7 @@ def test_a_signal_ends_a_pull(by: signal.Signals, source: Source, launcher: Laun
     pid = _job(launcher, *options, **object_store.CREDENTIALS)
     assert source.faults.held.wait(60)
     os.kill(pid, by)
-    result = launcher.wait(pid)
-    assert result.code == 128 + by
+    result = launcher.wait(pid, code=128 + by)
     assert result.log == (
         f"[ttp] ended by {by.name} while it waited for the data of {source.url}, which comes to here;"
         " nothing was started\n"

@@ -47,8 +47,7 @@ def train(launcher: Launcher, what: str) -> Ended:
 
 
 def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None:
-    result = train(launcher, WRITES)
-    assert result.code == 1, result.log
+    result = train(launcher, WRITES, code=1)
     lines = (launcher.folder / "events").read_text().splitlines()
     incident, verdict = (json.loads(line) for line in lines)
     assert [event["name"] for event in (incident, verdict)] == ["ttp.incident", "ttp.verdict"]
@@ -73,16 +72,14 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
 )
 @pytest.mark.parametrize("what", [RAISES, HANGS], ids=["raises", "hangs"])
 def test_a_handler_stops_nothing(launcher: Launcher, what: str) -> None:
-    result = train(launcher, what)
-    assert result.code == 1, result.log
+    result = train(launcher, what, code=1)
     assert "[ttp] rank 1 raised ValueError: bad sample" in result.log
     raised = "[ttp] an event of torch elastic is not recorded: OSError: no such collector"
     assert (raised in result.log) == (what == RAISES)
 
 
 def test_a_handler_that_there_is_not_is_one_line(launcher: Launcher) -> None:
-    result = launcher.run(*TWO, "--event-log-handler", "mine", launcher.script("print('started')"))
-    assert result.code == 2
+    result = launcher.run(*TWO, "--event-log-handler", "mine", launcher.script("print('started')"), code=2)
     assert result.last_line.startswith(
         "ttprun: error: --event-log-handler is 'mine': torch elastic has no handler"
     )

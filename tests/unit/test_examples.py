@@ -78,8 +78,7 @@ def test_a_boot_file_becomes_ttprun(tmp_path: Path) -> None:
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("TTP", "ENABLE_TTP"))}
     environ |= {"PET_NPROC_PER_NODE": "2", "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
     command = [sys.executable, str(tmp_path / "boot.py"), "--lr=1e-3"]
-    completed = warm.run(command, env=environ, cwd=tmp_path.parent)
-    assert completed.returncode == 0, completed.stderr
+    completed = warm.run(command, env=environ, cwd=tmp_path.parent, code=0)
     assert sorted(completed.stdout.splitlines()) == ["0 2 --lr=1e-3", "1 2 --lr=1e-3"]
 
 

@@ -226,5 +226,4 @@ def test_a_rank_whose_writers_have_failed_joins_the_gather(find: Callable[[], Pa
         pytest.skip(str(error))
     path = f"{framework}{os.pathsep}{Path(__file__).resolve().parents[2]}"
     command = [sys.executable, "-c", WRITERS_HAVE_FAILED]
-    completed = warm.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr[-2000:]
+    warm.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, code=0)

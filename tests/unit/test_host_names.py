@@ -57,8 +57,7 @@ def renamed(tmp_path: Path) -> str:
 )
 def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str, launcher: Launcher) -> None:
     job = ("--nproc-per-node", "2", "--monitor-interval", "0.05", launcher.script(GROUP))
-    result = launcher.run(*arguments, *job, before=renamed + hidden)
-    assert result.code == 0, result.log
+    result = launcher.run(*arguments, *job, before=renamed + hidden, code=0)
     assert result.log.count("ranks 2\n") == 2
     assert f"network addresses of ({NAME}" not in result.log, "torch asks for no address of the name"
 
@@ -70,8 +69,7 @@ def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str,
 )
 def test_several_nodes_need_the_name_of_the_node_with_the_store(renamed: str, launcher: Launcher) -> None:
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
-    result = launcher.run(*where, launcher.script("print('started')"), before=renamed)
-    assert result.code == 2
+    result = launcher.run(*where, launcher.script("print('started')"), before=renamed, code=2)
     (line,) = result.log.splitlines()
     assert line.startswith(f"ttprun: error: the host name of this node, '{NAME}', does not resolve: give tt")
     assert " --local-addr with the address " in line
@@ -102,8 +100,7 @@ def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher:
     result = launcher.wait(pid)
     assert result.code == 128 + signal.SIGTERM
     assert result.last_line == f"[ttp] ended by SIGTERM while it waited for {awaited}; nothing was started"
-    result = launcher.run("--rdzv-conf", "timeout=1", *arguments, before=renamed)
-    assert result.code == 2
+    result = launcher.run("--rdzv-conf", "timeout=1", *arguments, before=renamed, code=2)
     assert result.last_line.startswith(
         f"ttprun: error: the host name '{NAME}' does not resolve on this node: correct --master-addr or"
     )

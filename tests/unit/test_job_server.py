@@ -93,8 +93,7 @@ def test_a_killed_ttprun_takes_its_server_along(launcher: Launcher) -> None:  # 
 def test_a_port_that_is_taken_starts_nothing(launcher: Launcher) -> None:  # noqa: F811
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
-        result = launcher.run("--ttp-serve", str(port), launcher.script("open('ran', 'w')\n"))
-    assert result.code == 2
+        result = launcher.run("--ttp-serve", str(port), launcher.script("open('ran', 'w')\n"), code=2)
     assert result.log == (
         f"ttprun: error: TTP_SERVE is 127.0.0.1:{port}: the address cannot be had (Address already in use);"
         " choose another port\n"

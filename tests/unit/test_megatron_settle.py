@@ -219,5 +219,4 @@ def test_asynchronous_saves_are_abandoned(find: Callable[[], Path]) -> None:
         pytest.skip(str(error))
     here = Path(__file__).resolve().parents[2]
     path = f"{framework}{os.pathsep}{here}"
-    ended = warm.run([sys.executable, "-c", ABANDON_ASYNC_SAVES], env={**os.environ, "PYTHONPATH": path})
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    warm.run([sys.executable, "-c", ABANDON_ASYNC_SAVES], env={**os.environ, "PYTHONPATH": path}, code=0)

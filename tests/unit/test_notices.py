@@ -299,8 +299,7 @@ def test_a_job_notifies_and_ends_as_it_would_without(launcher: Launcher) -> None
         script = launcher.script(
             "import os, sys\nsys.exit(5 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
         )
-        result = launcher.run("--max-restarts", "1", *flags, "--rdzv-id", "gpt", script)
-        assert result.code == 0, result.log
+        result = launcher.run("--max-restarts", "1", *flags, "--rdzv-id", "gpt", script, code=0)
         assert (
             f"TTP_NOTIFY {url.removesuffix('/hook')}: the notice 'incident' was not delivered: " in result.log
         )

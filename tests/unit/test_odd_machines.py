@@ -312,8 +312,7 @@ def test_words_that_cannot_be_sent(what: str, said: str, launcher: Launcher) -> 
 @pytest.mark.robustness("B1", "the save folder has a name that is no UTF-8", "refused in one line")
 def test_a_save_folder_that_cannot_be_named(launcher: Launcher) -> None:
     script = launcher.script(TRAINS.replace('"save"', '"caf\\udce9"'))
-    result = launcher.run(*TWO, script)
-    assert result.code == 2, result.log
+    result = launcher.run(*TWO, script, code=2)
     assert "caf\\udce9: its name is not UTF-8" in result.last_line
 
 
@@ -345,8 +344,7 @@ def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> N
     job = Training(launcher, before=FAILS.format(error=error.replace(": ", "(") + ")"))
     job.begins()
     (job.folder / "go").touch()
-    result = launcher.wait(job.agent)
-    assert result.code == 1
+    result = launcher.wait(job.agent, code=1)
     assert result.last_line.startswith(f"[ttp] ttprun has failed: {error}; step 13 is saved, "), result.log
     assert result.log.count("an error in ttprun itself: Traceback") == 1
     assert job.gone
@@ -364,8 +362,7 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
     job = Training(launcher, before=FAILS.format(error="SystemExit(7)") + again)
     job.begins()
     (job.folder / "go").touch()
-    result = launcher.wait(job.agent)
-    assert result.code == 1
+    result = launcher.wait(job.agent, code=1)
     assert result.last_line.startswith("[ttp] the control thread of ttprun has failed: SystemExit: 8; ")
     waiting.ended(job.pid(rank) for rank in (0, 1))
 
@@ -388,8 +385,7 @@ def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launch
     job = Training(launcher, before=before)
     job.begins()
     job.kill(1)
-    result = launcher.wait(job.agent)
-    assert result.code == 1
+    result = launcher.wait(job.agent, code=1)
     assert result.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "), result.log
     assert "; ttprun has failed: ValueError: odd; the newest checkpoint in " in result.last_line
     assert result.log.count("an error in ttprun itself: Traceback") == 1
@@ -467,8 +463,7 @@ def test_the_last_line_on_a_save_folder_that_hangs(launcher: Launcher) -> None:
     waiting.written(job.folder, lambda: told in launcher.log, told)
     assert job.gone
     (job.folder / "answers").touch()
-    result = launcher.wait(job.agent)
-    assert result.code == 79
+    result = launcher.wait(job.agent, code=79)
     assert result.last_line == f"[ttp] the newest checkpoint in {job.folder / 'save'} is step 13"
 
 
@@ -558,8 +553,7 @@ def test_out_of_memory(launcher: Launcher) -> None:
             group = stack.enter_context(cgroups.too_little_memory(256 << 20))
         except OSError as error:
             pytest.skip(f"not on this machine, or not for this user: {error}")
-        result = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)))
-    assert result.code == 137, result.log
+        result = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)), code=137)
     words = (
         r"killed by the kernel: out of memory, the limit of its control group is 256 MiB, the peak \d+ MiB"
     )

@@ -229,8 +229,7 @@ if step == 0:
 def test_ttprun_reads_what_a_restart_loads(restarts: int, launcher: Launcher) -> None:
     """While its workers start; and nothing where the job ends."""
     options = (*ONE, "--max-restarts", str(restarts))
-    ended = launcher.run(*options, launcher.script(SCRIPT), before=HEARS_OPENS)
-    assert ended.code == 1 - restarts, ended.log
+    ended = launcher.run(*options, launcher.script(SCRIPT), before=HEARS_OPENS, code=1 - restarts)
     assert "step 1 is saved" in ended.log
     opened = (launcher.folder / "opened").read_text().splitlines()
     where = launcher.folder / naming.final_name(1)

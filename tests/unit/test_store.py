@@ -519,8 +519,7 @@ def test_a_store_without_its_package_is_one_line() -> None:
         "import sys; sys.modules['obstore'] = None\n"
         "from adaptor.launchers.cli.ttp import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
     )
-    completed = captured([sys.executable, "-c", script])
-    assert completed.returncode == 2
+    completed = captured([sys.executable, "-c", script], code=2)
     assert completed.stderr.count("\n") == 1
     assert "pip install '.[store]' in the folder of the adaptor's sources" in completed.stderr
 

@@ -168,8 +168,7 @@ def test_credentials_that_are_refused_are_one_line(faults: FaultProxy, url: str,
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store"]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     for action in (["list", url], ["push", url, str(tmp_path / "one")], ["pull", url, str(tmp_path / "two")]):
-        completed = captured([*command, *action], env=environment)
-        assert completed.returncode == 2
+        completed = captured([*command, *action], env=environment, code=2)
         assert completed.stderr.count("\n") == 1, completed.stderr
         assert "does not allow these credentials to" in completed.stderr
         assert "403 Forbidden" in completed.stderr
@@ -267,8 +266,7 @@ def test_a_command_that_fails_waits_for_no_other_request(
     faults.begin(_one_is_refused_and_another_held)
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
-    completed = captured(command, env=environment, timeout=60)
-    assert completed.returncode == 2
+    completed = captured(command, env=environment, timeout=60, code=2)
     assert "does not allow these credentials to read" in completed.stderr
 
 

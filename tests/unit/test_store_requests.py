@@ -184,8 +184,7 @@ def test_the_wait_ends_with_ttprun(
 def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "list", url]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": closed}
-    completed = captured(command, env=environment)
-    assert completed.returncode == 2
+    completed = captured(command, env=environment, code=2)
     (line,) = completed.stderr.splitlines()
     assert line.endswith(f"no answer from {closed}; is the address right, and does the server run?")
 

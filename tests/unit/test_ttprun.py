@@ -76,8 +76,7 @@ def test_a_job_ends_with_the_code_of_the_worker_that_failed(
     launcher: Launcher, what: str, code: int, words: str
 ) -> None:
     script = launcher.script(BY_RANK.format(rank=1, what=what, rest=WAIT))
-    result = launcher.run(*TWO, script)
-    assert result.code == code, result.log
+    result = launcher.run(*TWO, script, code=code)
     told = "nothing to save: no step has finished since this start: training had not begun on every rank"
     assert result.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
     if "two" in what:
@@ -97,8 +96,7 @@ def test_a_restart(launcher: Launcher) -> None:
         "print(f'start {count} of {os.environ[\"TTP_GENERATION\"]}', flush=True)\n"
         "sys.exit(0 if count == '2' else 5)\n"
     )
-    result = launcher.run(*ONE, "--max-restarts", "3", script)
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, "--max-restarts", "3", script, code=0)
     starts = [line for line in result.log.splitlines() if line.startswith("start ")]
     assert [line.split()[1] for line in starts] == ["0", "1", "2"]
     assert len({line.split()[3] for line in starts}) == 3, "each generation has keys of its own"
@@ -187,8 +185,7 @@ waiting.exist(Path("here0"), Path("here1"))
     ids=["arguments", "import", "name", "syntax", "driver"],
 )
 def test_a_mistake_is_not_tried_again(what: str, code: int, launcher: Launcher) -> None:
-    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"))
-    assert result.code == code, result.log
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"), code=code)
     assert starts(result) == 2, "once on each rank"
     assert result.last_line.endswith("; not started again: another start would fail in the same way"), (
         result.log
@@ -223,8 +220,9 @@ waiting.written(here, lambda: "restart 2 of 3: from step" in Path("log").read_te
 def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     count = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
     fails = f"if step == 3 * (1 + {count}) < 9: raise ValueError(os.getpid())"
-    result = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails) + IS_SEEN))
-    assert result.code == 0, result.log
+    result = launcher.run(
+        *ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails) + IS_SEEN), code=0
+    )
     lines = [line for line in result.log.splitlines() if line.startswith("[ttp] ")]
     # The line of the first finished step comes from a worker, before or after that of the restart.
     protected = [line for line in lines if line.startswith("[ttp] protected from step ")]
@@ -289,8 +287,7 @@ run.run = shown
     "torch's summary names rank 1 alone; nothing of rank 0 stands before the verdict",
 )
 def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
-    result = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY)
-    assert result.code == 137, result.log
+    result = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY, code=137)
     summary = result.log[result.log.index("Failures:") :]
     assert "<NO_OTHER_FAILURES>" in summary
     root = summary[summary.index("Root Cause (first observed failure):") :]
@@ -305,8 +302,7 @@ def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
 
 def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launcher) -> None:
     what = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] no route')"
-    result = launcher.run(*ONE, launcher.script(what))
-    assert result.code == 1, result.log
+    result = launcher.run(*ONE, launcher.script(what), code=1)
     assert "Traceback (most recent call last):" in result.log
     assert result.last_line.startswith("[ttp] rank 0 raised RuntimeError: [gloo/")
 
@@ -325,8 +321,7 @@ def poll(self):
 SubprocessContext._poll = poll
 """
     script = launcher.script("import threading\nthreading.Event().wait(1)\n")
-    result = launcher.run(*TWO, script, before=before)
-    assert result.code == 0, result.log
+    launcher.run(*TWO, script, before=before, code=0)
 
 
 def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, list[int]]:
@@ -358,8 +353,7 @@ def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launche
     before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     pid, workers = start_and_find_workers(launcher, before)
     os.kill(pid, by)
-    result = launcher.wait(pid)
-    assert result.code == 128 + by, result.log
+    result = launcher.wait(pid, code=128 + by)
     assert result.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
     host, logs = re.escape(socket.gethostname()), re.escape(f"{launcher.folder}/logs/")
     line = rf"^\[ttp\] \S+Z incident 1, ttprun \(pid {pid}, host {host}\), report {logs}\S+\.json$"
@@ -406,8 +400,7 @@ def test_a_group_with_a_process_outside_of_the_job_has_torch_s_keys(launcher: La
         "other = has_prefix(f'tcp://127.0.0.1:{port}', '127.0.0.1', port)\n"
         "os.write(1, f'{own} {other}\\n'.encode())\n"
     )
-    result = launcher.run(*ONE, script, ANOTHER_PORT=str(free_port()))
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, script, ANOTHER_PORT=str(free_port()), code=0)
     assert "True False" in result.log.splitlines()
 
 

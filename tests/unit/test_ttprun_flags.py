@@ -17,8 +17,7 @@ __all__ = ["clean", "launcher", "zygote"]
 
 
 def test_an_engine_that_is_not_installed(launcher: Launcher) -> None:
-    result = launcher.run(*ONE, "--ttp-engine", "mindio", launcher.script("print('started')"))
-    assert result.code == 2
+    result = launcher.run(*ONE, "--ttp-engine", "mindio", launcher.script("print('started')"), code=2)
     assert result.last_line == (
         "ttprun: error: TTP_ENGINE is 'mindio', but mindio_ttp is not installed: install it, or leave "
         "TTP_ENGINE out"
@@ -41,9 +40,13 @@ def test_codes_beside_an_sdk(does: str, code: int, launcher: Launcher) -> None:
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text("\n".join(f"{name} = None" for name in client.NEEDED))
     result = launcher.run(
-        *ONE, "--ttp-engine", "mindio", launcher.script(does), before="import sys; sys.path.insert(0, 'sdk')"
+        *ONE,
+        "--ttp-engine",
+        "mindio",
+        launcher.script(does),
+        before="import sys; sys.path.insert(0, 'sdk')",
+        code=code,
     )
-    assert result.code == code, result.log
     # What torch makes of it is not said of a job that was refused.
     refused = "ttprun: error: no such thing" in result.log.splitlines()
     assert (refused, "Root Cause" in result.log) == (code == 2, code != 2)
@@ -288,8 +291,7 @@ def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
     ],
 )
 def test_what_torch_does_not_start(arguments: list[str], line: str, launcher: Launcher) -> None:
-    result = launcher.run(*arguments, launcher.script("print('started')"))
-    assert result.code == 2
+    result = launcher.run(*arguments, launcher.script("print('started')"), code=2)
     assert "Traceback" not in result.log
     assert result.last_line.startswith(f"ttprun: error: torch does not start: {line}")
 

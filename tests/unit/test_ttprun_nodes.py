@@ -75,8 +75,7 @@ def test_several_machines_with_certificates(tmp_path: Path) -> None:
 
 def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launcher) -> None:
     script = launcher.script(LOOK)
-    result = launcher.run("--nnodes", "2", "--master-addr", "10.0.0.1", script)
-    assert result.code == 2
+    result = launcher.run("--nnodes", "2", "--master-addr", "10.0.0.1", script, code=2)
     (line,) = result.log.splitlines()
     assert line.startswith("ttprun: error: --nnodes 2 and no certificates: ")
     result = launcher.run(
@@ -169,8 +168,7 @@ def test_the_secret_of_a_job_is_seen_nowhere(way: str, zygote: subprocess.Popen[
 def test_a_port_that_another_job_has(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        result = launcher.run("--master-port", port, launcher.script("print('started')"))
-    assert result.code == 2
+        result = launcher.run("--master-port", port, launcher.script("print('started')"), code=2)
     assert result.last_line == (
         f"ttprun: error: the port of 127.0.0.1:{port} is taken on this machine: another job has it, or what"
         " is left of one; choose another one (--master-port, or the port in --rdzv-endpoint)"
@@ -213,8 +211,7 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
 def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launcher) -> None:
     port = free_port()
     options = [text.format(port=port) for text in ("--nnodes", "2", "--master-port", "{port}", *arguments)]
-    result = launcher.run(*options, launcher.script("print('started')"))
-    assert result.code == 2, result.log
+    result = launcher.run(*options, launcher.script("print('started')"), code=2)
     assert result.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
     texts = [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")]
     assert texts == [result.last_line], "nor the stack of torch's C++ functions"
@@ -269,8 +266,7 @@ def test_nodes_that_are_awaited(
     waits = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
-    result = launcher.wait(pid)
-    assert result.code == 128 + by, result.log
+    result = launcher.wait(pid, code=128 + by)
     said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started"
     # On a slow machine a line has come before this node has met anybody, too.
     assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
@@ -299,8 +295,7 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
-    result = launcher.wait(pid)
-    assert result.code == 128 + by, result.log
+    result = launcher.wait(pid, code=128 + by)
     said = (
         f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started"
     )
@@ -320,8 +315,9 @@ def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) ->
         "threading.Thread.start = started\n"
     )
     where = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
-    result = launcher.run(*where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted)
-    assert result.code == 128 + by, result.log
+    result = launcher.run(
+        *where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted, code=128 + by
+    )
     assert result.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
     assert result.log.endswith("; nothing was started\n")
 
@@ -382,8 +378,7 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
     nodes, started = start_two(zygote, tmp_path, text)
     for node, pid in zip(nodes, started, strict=True):
-        result = node.wait(pid)
-        assert result.code == 0, result.log
+        result = node.wait(pid, code=0)
         assert result.log.count("raised SystemExit: 5; nothing to save") == 1
 
 
@@ -475,8 +470,7 @@ def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp
     host.write_text(str(started[0]))
     go.touch()
     for node, pid in zip(nodes, started, strict=True):
-        result = node.wait(pid)
-        assert result.code == 0, result.log
+        result = node.wait(pid, code=0)
         assert "Error waiting on exit barrier" not in result.log
         assert "failed to shutdown the rendezvous" not in result.log
 

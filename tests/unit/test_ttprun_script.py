@@ -17,10 +17,9 @@ __all__ = ["launcher", "zygote"]
 def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
     (launcher.folder / "deep").mkdir()
     arguments = ["--step=1", "-x", "--", "--nproc", "a b", ""]
-    result = launcher.run(
-        *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44"
+    launcher.run(
+        *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44", code=0
     )
-    assert result.code == 0, result.log
     for rank in (0, 1):
         seen = launcher.seen(rank)
         assert seen["argv"] == ["deep/look.py", *arguments]
@@ -52,8 +51,7 @@ def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> 
     }[how]
     seen = []
     for enabled in ("True", "False"):
-        result = launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x")
-        assert result.code == 0, result.log
+        launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x", code=0)
         seen.append({name: what for name, what in launcher.seen().items() if name in LIKE_TORCHRUN})
     assert seen[0] == seen[1]
 
@@ -68,8 +66,7 @@ def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None
     (launcher.folder / "package").mkdir()
     launcher.script("", "package/__init__.py")
     launcher.script(LOOK, "package/look.py")
-    result = launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env)
-    assert result.code == 0, result.log
+    launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env, code=0)
     seen = launcher.seen()
     assert seen["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
     assert seen["name"] == "__main__"
@@ -205,8 +202,7 @@ def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
         "from adaptor.checkpoint import hashing\n"
         "print(secrets.mine, xxhash.mine, hasattr(hashing.xxhash, 'xxh3_128'))\n"
     )
-    result = launcher.run(*ONE, launcher.script(text))
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, launcher.script(text), code=0)
     assert "of the script of the script True" in result.log
 
 
@@ -220,8 +216,7 @@ def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> Non
     info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
-    result = launcher.run(*TWO, script, before=before)
-    assert result.code == 0, result.log
+    result = launcher.run(*TWO, script, before=before, code=0)
     (line,) = (line for line in result.log.splitlines() if "distribution" in line)
     assert line == (
         "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
@@ -239,8 +234,7 @@ def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> Non
 def test_a_folder_as_the_script(launcher: Launcher) -> None:
     (launcher.folder / "job").mkdir()
     launcher.script(LOOK, "job/__main__.py")
-    result = launcher.run(*ONE, "job", "-x")
-    assert result.code == 0, result.log
+    launcher.run(*ONE, "job", "-x", code=0)
     seen = launcher.seen()
     assert (seen["argv"], seen["path"]) == (["job", "-x"], "job")
     assert str(launcher.folder) not in seen["paths"], "as under python itself"
@@ -249,8 +243,7 @@ def test_a_folder_as_the_script(launcher: Launcher) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
 def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
     """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
-    result = launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1")
-    assert result.code == 0, result.log
+    launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1", code=0)
     seen = launcher.seen()
     assert str(launcher.folder) not in seen["paths"], "as under python itself"
     assert str(ROOT) in seen["paths"]
@@ -258,8 +251,7 @@ def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
 
 def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
     script = launcher.script(LOOK)
-    result = launcher.run(*ONE, "--ttp-enable", "False", script, "-x")
-    assert result.code == 0, result.log
+    launcher.run(*ONE, "--ttp-enable", "False", script, "-x", code=0)
     seen = launcher.seen()
     assert seen["modules"] == [], "nothing of the adaptor is imported"
     assert seen["argv"] == [script, "-x"]
@@ -280,14 +272,12 @@ def test_switched_off_a_program_need_not_be_python(launcher: Launcher) -> None:
     program = launcher.folder / "run.sh"
     program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\n')
     program.chmod(0o700)
-    result = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False")
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False", code=0)
     assert "arguments: --flag, rank 0" in result.log
 
 
 def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
-    result = launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu")
-    assert result.code == 0, result.log
+    launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu", code=0)
     seen = launcher.seen()
     assert "adaptor.devices.cpu" in seen["modules"]
     others = (
@@ -307,15 +297,13 @@ DOCTOR = ("-m", "adaptor.launchers.cli.ttp", "doctor", "--write-mib", "1")
 
 def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:
     """So each node of a job is looked at by whatever starts ttprun there: once, and nothing is left."""
-    result = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu")
-    assert result.code == 0, result.log
+    result = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu", code=0)
     assert result.log.count(" checks, 0 failed") == 1
     assert [path.name for path in launcher.folder.iterdir()] == ["log"], "no log folder, no save folder"
 
 
 def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> None:
-    result = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77")
-    assert result.code == 1, result.log
+    result = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77", code=1)
     assert result.last_line.endswith(" checks, 1 failed")
 
 
@@ -325,8 +313,7 @@ def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> 
 @pytest.mark.parametrize("source", ["import megatron.training\n", "from megatron.training import pretrain\n"])
 def test_megatron_lm_without_an_accelerator(source: str, launcher: Launcher) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    result = launcher.run(*ONE, launcher.script(f"print('started')\n{source}"), **hidden)
-    assert result.code == 2
+    result = launcher.run(*ONE, launcher.script(f"print('started')\n{source}"), **hidden, code=2)
     (line,) = result.log.splitlines()
     assert line.startswith(
         "ttprun: error: torch finds no accelerator on this machine, and script.py is a scr"

@@ -87,8 +87,7 @@ def test_it_is_said_once(
     start: str, ranks: list[str], updates: str, by: str, request: pytest.FixtureRequest
 ) -> None:
     launcher: Launcher = request.getfixturevalue(by)
-    result = launcher.run(*ranks, launcher.script(TRAIN.format(start=start, end="")), updates)
-    assert result.code == 0, result.log
+    result = launcher.run(*ranks, launcher.script(TRAIN.format(start=start, end="")), updates, code=0)
     (line,) = _lines(result.log)
     assert line.startswith(LINE)
     assert line.endswith("or set ENABLE_TTP=False")
@@ -123,8 +122,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 def test_a_child_of_a_worker_does_not_take_its_place(script: str, launcher: Launcher) -> None:
     """It would write on the rank's board, and wait for ever for the lock that says that the rank lives."""
     launcher.script(CHILD, "child.py")
-    result = launcher.run(*ONE, launcher.script(script))
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, launcher.script(script), code=0)
     assert result.log.count("this process was not started by ttprun itself, but by the script of a rank") == 1
 
 
@@ -141,8 +139,7 @@ def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Lau
 
     waiting.written(warm_launcher.folder, is_known, "the agent knows that nothing is protected")
     os.kill(int(pid.read_text()), signal.SIGKILL)
-    result = warm_launcher.wait(ttprun)
-    assert result.code == 137, result.log
+    result = warm_launcher.wait(ttprun, code=137)
     assert "nothing to save: the job was not protected: SGD makes updates" in result.last_line
     assert "no step has finished" not in result.log
 
@@ -155,8 +152,7 @@ DIES_ONCE = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getp
 )
 def test_nobody_knows_how_many_steps_are_lost(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start="", end=DIES_ONCE))
-    result = warm_launcher.run(*ONE, "--max-restarts", "1", script, "9")
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, "--max-restarts", "1", script, "9", code=0)
     assert " the job has come to its end, 1 incident, steps lost: not known; " in result.last_line
     assert "0 steps lost" not in result.log
 
@@ -191,8 +187,7 @@ raise UnsupportedError("this optimizer keeps what cannot be copied")
     "A1", "a rank refuses to go on in its first step, which others have finished", "the step is saved"
 )
 def test_a_rank_that_refuses_while_others_train(launcher: Launcher) -> None:
-    result = launcher.run(*TWO, launcher.script(REFUSES))
-    assert result.code == 1, result.log
+    result = launcher.run(*TWO, launcher.script(REFUSES), code=1)
     assert "[ttp] rank 1 raised UnsupportedError: this optimizer keeps" in result.last_line
     assert "step 11 is saved, no finished step is lost" in result.last_line
     assert (launcher.folder / "save/latest_checkpointed_iteration.txt").read_text() == "11"
@@ -203,8 +198,7 @@ def test_a_rank_that_refuses_while_others_train(launcher: Launcher) -> None:
 )
 def test_it_can_be_an_error(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start="", end=""))
-    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "9")
-    assert result.code == 2, result.log
+    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "9", code=2)
     assert result.last_line.startswith("ttprun: error: NOT PROTECTED: SGD makes updates")
     assert "Traceback" not in result.log
     assert "trained" not in result.log
@@ -224,12 +218,10 @@ FRAMEWORK = (
 def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start=FRAMEWORK, end=""))
     said = "NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM; install a plug-in"
-    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1")
-    assert result.code == 2, result.log
+    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1", code=2)
     assert result.last_line.startswith(f"ttprun: error: {said}")
     assert "TTP_REQUIRE_PROTECTION=False" in result.last_line
-    result = warm_launcher.run(*ONE, script, "9")
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, script, "9", code=0)
     (line,) = _lines(result.log)
     assert line.startswith(f"[ttp] {said}")
 
@@ -241,8 +233,9 @@ def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launche
 def test_what_a_framework_s_script_trains_besides_is_said(
     warm_launcher: Launcher, updates: str, lines: int
 ) -> None:
-    result = warm_launcher.run(*ONE, warm_launcher.script(TRAIN.format(start=FRAMEWORK, end="")), updates)
-    assert result.code == 0, result.log
+    result = warm_launcher.run(
+        *ONE, warm_launcher.script(TRAIN.format(start=FRAMEWORK, end="")), updates, code=0
+    )
     assert len(_lines(result.log)) == lines
 
 
@@ -250,8 +243,7 @@ def test_disabled_before_torch_is_imported_nothing_is_watched(launcher: Launcher
     """And the watchdogs are torch's own again."""
     start = f"{ENABLES}\nadaptor.disable()"
     script = TRAIN.format(start=start, end=f"print(*map(os.environ.get, {NAMES}), flush=True)")
-    result = launcher.run(*ONE, launcher.script(script), "9", TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, launcher.script(script), "9", TORCH_HCCL_ASYNC_ERROR_HANDLING="2", code=0)
     assert _lines(result.log) == []
     assert result.log.splitlines()[-1] == "1 None 2"
 
@@ -259,16 +251,16 @@ def test_disabled_before_torch_is_imported_nothing_is_watched(launcher: Launcher
 @pytest.mark.robustness("A1", "a script under ttprun that trains nothing", "it hears nothing of protection")
 def test_data_preparation_is_not_bothered(warm_launcher: Launcher) -> None:
     prepare = "import torch, adaptor\nprint('prepared', torch.ones(3).sum().item(), flush=True)\n"
-    result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", warm_launcher.script(prepare))
-    assert result.code == 0, result.log
+    result = warm_launcher.run(
+        *ONE, "--ttp-require-protection", "True", warm_launcher.script(prepare), code=0
+    )
     assert "prepared 3.0" in result.log
     assert "[ttp]" not in result.log
 
 
 def test_switched_off_nothing_is_seen(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start=ENABLES, end=""))
-    result = warm_launcher.run(*ONE, script, "9", ENABLE_TTP="False", TTP_REQUIRE_PROTECTION="True")
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, script, "9", ENABLE_TTP="False", TTP_REQUIRE_PROTECTION="True", code=0)
     assert "NOT PROTECTED" not in result.log
 
 
@@ -306,8 +298,9 @@ SHOW = (
     "A2", "a script under ttprun that is not protected hangs in NCCL", "torch's own watchdog stays on"
 )
 def test_where_nothing_is_protected_the_watchdogs_are_torch_s(launcher: Launcher) -> None:
-    result = launcher.run(*ONE, launcher.script(SHOW.format(start="")), TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
-    assert result.code == 0, result.log
+    result = launcher.run(
+        *ONE, launcher.script(SHOW.format(start="")), TORCH_HCCL_ASYNC_ERROR_HANDLING="2", code=0
+    )
     assert result.log.splitlines()[-1] == "1 None 2"
 
 
@@ -345,8 +338,7 @@ def test_the_framework_of_a_plug_in_is_imported(launcher: Launcher, start: str, 
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
     script = launcher.script(SHOW.format(start=start))
-    result = launcher.run(*ONE, script, PYTHONPATH=os.pathsep.join([str(ROOT), str(site)]))
-    assert result.code == 0, result.log
+    result = launcher.run(*ONE, script, PYTHONPATH=os.pathsep.join([str(ROOT), str(site)]), code=0)
     assert result.log.splitlines()[-1] == values
 
 
@@ -372,8 +364,7 @@ STAYS_ON = "[ttp] TTP_HANG is 0, so the watchdog of NCCL or HCCL stays what it w
 @pytest.mark.parametrize("hang", ["0", "60"])
 def test_where_nothing_watches_the_watchdogs_are_torch_s(warm_launcher: Launcher, hang: str) -> None:
     script = warm_launcher.script(SHOW.format(start=ENABLES + HCCL))
-    result = warm_launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"}, code=0)
     off = hang != "0"
     assert ("0 0 0" if off else "1 None 2") in result.log.splitlines()
     assert result.log.count(STAYS_ON) == (not off)
@@ -382,8 +373,7 @@ def test_where_nothing_watches_the_watchdogs_are_torch_s(warm_launcher: Launcher
 
 def test_who_enables_too_late_hears_what_to_do(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(SHOW.format(start=HCCL))
-    result = warm_launcher.run(*ONE, script)
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, script, code=0)
     assert result.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
     assert STAYS_ON not in result.log
 
@@ -397,16 +387,14 @@ dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 def test_watchdogs_that_run_already_stay_what_they_are(warm_launcher: Launcher) -> None:
     """torch reads the variables when groups are made; what comes later must not say anything else."""
     script = SHOW.format(start=MEETS + ENABLES)
-    result = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"})
-    assert result.code == 0, result.log
+    result = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"}, code=0)
     assert result.log.splitlines()[-1] == "1 None 2"
     assert "watchdog" not in result.log
 
 
 @pytest.mark.parametrize("value", ["3", "1"])
 def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) -> None:
-    result = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value})
-    assert result.code == 0, result.log
+    result = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value}, code=0)
     assert result.log.splitlines().count("0 0 0") == 2
     said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
     assert result.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
