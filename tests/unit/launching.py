@@ -172,12 +172,13 @@ def interrupted_in_import(program_of: str, module: str) -> str:
     )
 
 
-def run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_here(
+    folder: Path, *command: str, code: int | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     mine = ("TTP", "TORCHELASTIC", "PYTHONPATH")
     clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
-    return captured(
-        command, cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env}
-    )
+    env = {**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env}
+    return captured(command, code=code, cwd=folder, env=env)
 
 
 WAIT = "import threading\nthreading.Event().wait(600)"

@@ -176,8 +176,7 @@ def test_a_node_with_other_settings_ends_no_job_that_trains(
     )
     job = nodes[0].start(*where, *options, nodes[0].script(script))
     waiting.written(tmp_path, lambda: says_all(nodes[0].folder / "here"), "the job trains")
-    other = nodes[1].run(*where, *options, "--ttp-local-copy", "1", nodes[1].script(script))
-    assert other.code == 2, other.log
+    other = nodes[1].run(*where, *options, "--ttp-local-copy", "1", nodes[1].script(script), code=2)
     assert (
         "the job that trains and this node differ: TTP_LOCAL_COPY (--ttp-local-copy) is 'False' there ("
         in (other.last_line)

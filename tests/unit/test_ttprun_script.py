@@ -148,14 +148,12 @@ def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[
     safe = {}
     if "PYTHONSAFEPATH" in env:
         safe = {**env, "PYTHONPATH": str(tmp_path / "deep")}  # else nothing finds the helper
-    plain = run_here(tmp_path, sys.executable, "deep/script.py", **safe)
-    assert plain.returncode == 0, plain.stderr
+    run_here(tmp_path, sys.executable, "deep/script.py", **safe, code=0)
     expected = json.loads((tmp_path / "seen").read_text())
     (tmp_path / "seen").unlink()
     script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", "import torch"))
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
-    completed = run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe})
-    assert completed.returncode == 0, completed.stderr
+    run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe}, code=0)
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     seen = json.loads((tmp_path / "seen").read_text())
     assert [seen[where][0] for where in expected] == [expected[where][0] for where in expected]
@@ -176,14 +174,12 @@ def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path:
     (tmp_path / "package" / "helper.py").write_text(HELPER)
     script = tmp_path / "package" / "script.py"
     script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", ""))
-    plain = run_here(tmp_path, sys.executable, "-m", "package.script")
-    assert plain.returncode == 0, plain.stderr
+    run_here(tmp_path, sys.executable, "-m", "package.script", code=0)
     expected = json.loads((tmp_path / "seen").read_text())
     (tmp_path / "seen").unlink()
     script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", "import torch"))
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
-    completed = run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script")
-    assert completed.returncode == 0, completed.stderr
+    run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script", code=0)
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     seen = json.loads((tmp_path / "seen").read_text())
     assert (seen["here"][0], seen["child"]) == (expected["here"][0], expected["child"])
