@@ -164,6 +164,23 @@ def main_params_on_the_host_are_loaded(wrapped: Any, instance: Any, args: Any, k
 
 
 @optimizer.patch(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+    why="main params that Transformer Engine keeps in its optimizer are loaded as it takes them",
+    accepts="(model_param, tensors)",
+    optional=True,
+)
+def main_params_of_transformer_engine_are_loaded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks.master_params import MasterParams  # torch, which is for the script to import
+    from adaptor.replica import optimizer_state
+
+    storage = optimizer_state.storage_of(instance)
+    if not isinstance(storage, MasterParams):
+        return wrapped(*args, **kwargs)
+    call = {**dict(zip(("model_param", "tensors"), args, strict=False)), **kwargs}
+    return wrapped(call["model_param"], storage.loadable(call["tensors"]))
+
+
+@optimizer.patch(
     "megatron.core.optimizer:get_megatron_optimizer",
     why="the inner optimizers' step hooks open and close the update window",
     accepts="(config, model_chunks, ...)",

@@ -59,6 +59,8 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
     Its buffers have no padding at the end of buckets. `plain`: the saved state besides the shards; not
     `stored`: another group saves the state, as the first optimizer instance does for the second.
     """
+    if (storage := storage_of(optimizer)) is not None:
+        gathered = storage.as_saved(dict(gathered))
     stand_in = copy.copy(optimizer)
     stand_in.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
     stand_in.gbuf_ranges = [stand_in._build_gbuf_range_map(buffer) for buffer in stand_in.buffers]
@@ -67,8 +69,11 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
     stand_in.state_dict = lambda *_, **__: dict(plain)
     stand_in.get_parameter_state_dp_zero = lambda *_, **__: gathered
     # Moments of fewer bits are gathered in float32, which is exact, and are saved as they are kept.
-    config = None if storage_of(optimizer) else getattr(optimizer, "config", None)
-    dtypes = {key: getattr(config, f"{key}_dtype", torch.float32) for key in shards.KEYS}
+    config = getattr(optimizer, "config", None)
+    dtypes = {
+        key: storage.saved_dtype(key) if storage else getattr(config, f"{key}_dtype", torch.float32)
+        for key in shards.KEYS
+    }
     whole_state = {
         param: {
             key: tensor[start:end].to(dtypes[key]) for key, tensor in tensors.items() if key in shards.KEYS

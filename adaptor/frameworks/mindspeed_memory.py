@@ -190,6 +190,9 @@ class ReusedMemory:
             saved["shard_main_param_res"] = residuals
         return saved
 
+    def saved_dtype(self, key: str) -> torch.dtype:
+        return torch.float32
+
     def place_of_twins(self, device: torch.device) -> torch.device:
         return device
 

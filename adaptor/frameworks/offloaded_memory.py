@@ -44,6 +44,9 @@ class StateOnHost:
     def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
         return world
 
+    def saved_dtype(self, key: str) -> torch.dtype:
+        return torch.float32
+
     def place_of_twins(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
 

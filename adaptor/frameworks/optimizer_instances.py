@@ -162,7 +162,7 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
                 " optimizer, or set ENABLE_TTP=False"
             )
     from adaptor.checkpoint import step_record  # torch, which is for the script to import
-    from adaptor.frameworks import offloaded_memory
+    from adaptor.frameworks import master_params, offloaded_memory
 
     if len(chain) > 1:
         _require_one_gathering()
@@ -170,6 +170,7 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
         # Only for timing, it would be a barrier of all ranks inside the update window.
         part.config.barrier_with_L1_time = False
     for part in chain:
+        master_params.attach(part)
         places = [offloaded_memory.attach(part), *(hook.memory_of(part) for hook in hooks.of_worker())]
         memories = [memory for memory in places if memory is not None]
         for inner in step_record.inner(part):

@@ -317,12 +317,13 @@ def _require_precision_aware(config: Any) -> None:
     if getattr(config, "optimizer_cpu_offload", False):  # which has main params and moments in float32
         return
     mains = _type_name(config, "main_params_dtype")
-    if mains not in ("fp32", "float32") or _recipe(config) not in _STATELESS_RECIPES:
+    if mains not in ("fp32", "float32"):
         raise UnsupportedError(
-            "--use-precision-aware-optimizer is True: main params that Transformer Engine's optimizer keeps"
-            " in itself cannot be protected yet; the framework keeps them with --main-params-dtype fp32 and"
-            f" --fp8-recipe {_recipes()}; use these, or set ENABLE_TTP=False"
+            f"--main-params-dtype is {mains}: main params of this type have scales outside of the optimizer's"
+            " state, which cannot be protected yet; use fp32, or set ENABLE_TTP=False"
         )
+    if _recipe(config) not in _STATELESS_RECIPES:  # else the framework keeps the main params
+        require_restorable(config, "use_precision_aware_optimizer")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if (kind := _type_name(config, name)) not in _MOMENTS:
             raise UnsupportedError(

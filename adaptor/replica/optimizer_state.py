@@ -29,13 +29,18 @@ _OPTIONS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("exp_avg_dtype", _MOMENTS, "moments have scales outside of the state"),
     ("exp_avg_sq_dtype", _MOMENTS, "moments have scales outside of the state"),
 )
+# Options with which the storage of an optimizer (`Storage`) has the state as above.
+_IN_STORAGE = frozenset({"master_weights", "store_param_remainders", "use_decoupled_grad"})
 
 
 def require_protected(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an inner optimizer whose state would be saved wrongly. Raises UnsupportedError."""
     kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
     _require_muon_alone(optimizer, kind)
+    has_storage = storage_of(optimizer) is not None
     for name, known_values, meaning in _OPTIONS:
+        if has_storage and name in _IN_STORAGE:
+            continue
         values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
         for value in values:
             if value is not None and value not in known_values:
@@ -87,7 +92,10 @@ class Storage(Protocol):
         """Return main params as weights, as an update makes the weights."""
 
     def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the gathered state of all shards as the framework saves the state in the format `torch`."""
+        """Return the gathered state of all shards as the framework gathers it for a save."""
+
+    def saved_dtype(self, key: str) -> torch.dtype:
+        """Return the type of a param ("param") or an entry of its state in saves of shards."""
 
     def place_of_twins(self, device: torch.device) -> torch.device:
         """Return the device for a twin's tensors; `device`: of the optimizer's tensors in its update."""

@@ -33,7 +33,8 @@ class _Planner(DefaultLoadPlanner):
 def load(folder: Path) -> dict[str, Any]:
     """Return all sharded content by key: whole tensors, and the objects of ranks.
 
-    Tensors are filled with nan before they are read, so that a hole would be seen.
+    Tensors are filled with nan (integers: with the smallest) before they are read, so that a hole would be
+    seen.
     """
     reader = _Reader(folder)
     content: dict[str, Any] = {}
@@ -41,7 +42,9 @@ def load(folder: Path) -> dict[str, Any]:
         if isinstance(stored, BytesStorageMetadata):
             content[key] = io.BytesIO()
         else:
-            content[key] = torch.full(stored.size, torch.nan, dtype=stored.properties.dtype)
+            dtype = stored.properties.dtype
+            unread = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+            content[key] = torch.full(stored.size, unread, dtype=dtype)
     planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be

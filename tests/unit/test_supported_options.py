@@ -182,10 +182,14 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
             "--fp8-param-gather is True: last words in the format torch would have other scales",
         ),
-        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer is True: main params"),
+        ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}, ""),
+        (
+            {"use_precision_aware_optimizer": True, "use_distributed_optimizer": False},
+            "--use-precision-aware-optimizer is True: it cannot be protected without --use-distributed-opt",
+        ),
         (
             {"use_precision_aware_optimizer": True, "fp8_recipe": "mxfp8", "main_params_dtype": "fp16"},
-            "--use-precision-aware-optimizer is True: main params",
+            "--main-params-dtype is fp16: main params of this type have scales",
         ),
         (
             {"use_precision_aware_optimizer": True, "fp8_recipe": "mxfp8", "exp_avg_sq_dtype": torch.uint8},

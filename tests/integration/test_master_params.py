@@ -1,0 +1,65 @@
+"""Main params that Transformer Engine's Adam keeps as weights and the lower halves of their bits.
+
+`tests/standins/te` has an Adam that does so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.faults import scenario
+from tests.faults.harness import DP2, Job
+from tests.integration.test_fp8 import MOMENTS, WITH_TRANSFORMER_ENGINE, baseline_of
+from tests.integration.test_online import online, trains_on
+
+OWN = ("--use-precision-aware-optimizer",)
+MIRROR = replace(DP2, name="dp2-master-mirror", extra=(*OWN, "--ckpt-format", "torch_dist"), replica="mirror")
+# The one kind that the framework itself loads: up to 0.17 it gives Transformer Engine a mark of padding of
+# the default kind, and lower halves of the others as float32 numbers.
+LOADED = replace(
+    DP2,
+    name="dp2-master-loaded",
+    extra=(*MOMENTS, "--ckpt-format", "torch_dist", "--dist-ckpt-save-pre-mcore-014"),
+)
+GATHERED = replace(DP2, name="dp2-master-torch", extra=(*MOMENTS, "--main-grads-dtype", "bf16"))
+
+
+def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        LOADED,
+        save=tmp_path / "save",
+        faults=["rank=1,step=6,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    scenario.survives(job, baseline_of(LOADED), code=137, saved={5}, resumed=True)
+
+
+def test_a_restart_loads_lower_halves_that_were_saved_as_numbers(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        GATHERED,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    scenario.restarts(job, baseline_of(GATHERED), saved={5})
+
+
+def test_a_restart_does_not_load_the_mark_of_padding(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        MIRROR,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=1,step=6,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    scenario.restarts(job, baseline_of(MIRROR), saved={5})
+
+
+def test_only_the_failed_rank_is_replaced(tmp_path: Path) -> None:
+    faults = ["rank=0,step=6,phase=backward,kind=sigkill"]
+    trains_on(online(tmp_path, MIRROR, faults, environment=WITH_TRANSFORMER_ENGINE), baseline_of(MIRROR))
