@@ -269,8 +269,7 @@ class Invariants:
                 controller_host
                 for controller_host in hubs
                 if controller_host.agent.machine not in world.faults.disk_hangs_on
-                # No layout had come to it: a spare node whose agent had just come, as all others were lost.
-                and controller_host.controller.membership.layouts
+                and not _has_just_come(controller_host)
             ]
             ends = [controller_host.controller.verdict for controller_host in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
@@ -282,6 +281,12 @@ class Invariants:
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"
             )
+
+
+def _has_just_come(controller_host: ControllerHost) -> bool:
+    """Return whether the controller is on a spare node to which the layouts of all ranks had not come yet."""
+    members = controller_host.controller.membership
+    return controller_host.agent.place is not None and len(members.layouts) < members.world_size
 
 
 class Watch:
@@ -419,6 +424,8 @@ class Watch:
                 f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
             )
         if world.faults.disk_fails or not invariants.has_sound_holders(self._controller_host.home):
+            return
+        if _has_just_come(self._controller_host):
             return
         if "held is not known" in verdict.line:
             stopped = any(agent.stopped for agent in world.machines.values())
