@@ -116,7 +116,7 @@ class Disk:
         try:
             self._hangs_in_turn(by, node)
             if not self._is_of(step, generation):
-                yield from self._move_in(step, temporary, by, node)
+                yield from self._move_in(order, temporary, by, node)
             self._hangs_in_turn(by, node)
             yield from self.wait(node)
             self._tell_tracker(step, generation)
@@ -160,16 +160,17 @@ class Disk:
         yield from self.wait(node)
         self._folder(temporary)  # the manifest
 
-    def _move_in(self, step: int, temporary: str, by: SaveFolderTasks, node: int) -> Body[None]:
+    def _move_in(self, order: Publish, temporary: str, by: SaveFolderTasks, node: int) -> Body[None]:
         yield from self.wait(node)
         self._may_fail()
-        final = naming.final_name(step)
-        files = self._folder(temporary)
+        final = naming.final_name(order.step)
+        files = self._folder(temporary)  # perhaps with a file of a rank that was given up, which all ignore
+        in_manifest = {entry.path: files[entry.path] for entry in order.files}
         if final in self.folders:
             self.folders[f"aside_{final}.{len(self.folders)}"] = self.folders.pop(final)
         self.folders[final] = self.folders.pop(temporary)
         self.made_by[final] = by.world.generation
-        by.world.invariants.final(step, files)
+        by.world.invariants.final(order.step, in_manifest)
 
     def publish_regular(self, step: int, generation: str) -> None:
         """Give a regular save of the framework its name, in place of an older folder."""

@@ -61,6 +61,8 @@ class SaveFolderTasks(Process):
                 else:
                     step = yield from disk.publish(order, self, self._machine)
                 result = Published(self._node, order.incident, step, order.save_folder, order.number)
+            except AssertionError:
+                raise
             except Exception as error:
                 result = PublishFailed(self._node, order.incident, str(error), order.number)
             answer(result)

@@ -218,8 +218,8 @@ class World:
     def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
         """Give the agent the place of its node: the controller has accepted its hello.
 
-        The agent gets no place in three cases: it and the controller were cut off together and others have its
-        place, its hello was on its way when the controller's node was cut off, or others go on without it.
+        The agent gets no place in three cases: it and the controller were cut off together and others have
+        its place; its hello was on its way when the controller's node was cut off; others go on without it.
         """
         before = self.agents[agent.node]
         apart = self.agents[hub.home] is not hub.agent or hub.agent.machine in self.network.cut
