@@ -16,7 +16,11 @@ from typing import Any
 import adaptor
 from adaptor import patching
 
-swift = patching.Unit("ms-swift", framework="ms-swift", tested=">=4.6,<4.7")
+_TESTED = ">=4.6,<4.7"
+swift = patching.Unit("ms-swift", framework="ms-swift", tested=_TESTED)
+packing = patching.Unit("ms-swift-packing", framework="ms-swift", tested=_TESTED)
+# ms-swift imports the module of this unit for grpo and gkd alone.
+rollouts = patching.Unit("ms-swift-rollouts", framework="ms-swift", tested=_TESTED)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAST_WORDS = "last_words"
@@ -110,7 +114,21 @@ def a_restart_loads_the_newest(wrapped: Any, instance: Any, args: Any, kwargs: A
         name = "mcore_adapter" if options.tuner_type == LORA else "mcore_model"
         setattr(options, name, str(newest))
         options.finetune = options.no_load_optim = options.no_load_rng = False
+        with _saves_all(options):
+            return wrapped(*args, **kwargs)
     return wrapped(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _saves_all(options: Any) -> Iterator[None]:
+    """Let ms-swift load all of last words: it expects in a checkpoint what its options let it save."""
+    names = ("no_save_optim", "no_save_rng")
+    before = {name: getattr(options, name, False) for name in names}
+    vars(options).update(dict.fromkeys(names, False))
+    try:
+        yield
+    finally:
+        vars(options).update(before)
 
 
 def _newest(output: Path, is_whole: bool = True) -> Path | None:
@@ -122,6 +140,26 @@ def _newest(output: Path, is_whole: bool = True) -> Path | None:
     trackers = output.glob(f"{'*' if is_whole else LAST_WORDS}/{TRACKER}")
     steps = {tracker.parent: int(tracker.read_text()) for tracker in trackers}
     return max(steps, key=lambda folder: steps[folder], default=None)
+
+
+@packing.patch(
+    "swift.dataset.packing:PackingDataset.__init__",
+    why="rank 0 packs the samples for all; a process in the place of a failed one comes alone",
+    accepts="(template, dataset, ...)",
+)
+def newcomers_pack_by_themselves(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Let a new process pack as rank 0 does: the same lengths give the same packs."""
+    if not adaptor.is_newcomer():
+        wrapped(*args, **kwargs)
+        return
+    from swift.dataset import packing as module
+
+    before = module.is_master, module.is_dist
+    module.is_master, module.is_dist = lambda: True, lambda: False
+    try:
+        wrapped(*args, **kwargs)
+    finally:
+        module.is_master, module.is_dist = before
 
 
 @swift.patch(
@@ -162,7 +200,7 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
     return trainer.finalize_training()
 
 
-@swift.patch(
+@rollouts.patch(
     "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin._replace_data_iterator",
     why="rollouts have a duration of their own, and only some steps have any",
     accepts="(data_iterator)",
@@ -172,7 +210,7 @@ def rollouts_are_a_phase(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return wrapped(*args, **kwargs)
 
 
-@swift.patch(
+@rollouts.patch(
     "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin.offload_context",
     why="the state moves to the host and back, but not while last words are written",
     accepts="()",

@@ -10,15 +10,20 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from record import Recorder
+from swift.dataset.packing import PackingDataset
 from swift.megatron.arguments.sft_args import MegatronSftArguments
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
 from swift.megatron.utils.megatron_lm_utils import initialize_megatron
 from train_core import batch, build, drawn
 
 
-class RolloutTrainer(MegatronRolloutMixin, BaseMegatronTrainer):
-    """The trainer of `--rlhf-type grpo`."""
+def trainer_of(kind: str | None) -> type[BaseMegatronTrainer]:
+    """Return the trainer of `--rlhf-type`; the framework imports rollouts only for a kind that has them."""
+    if kind is None:
+        return BaseMegatronTrainer
+    from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
+
+    return type("RolloutTrainer", (MegatronRolloutMixin, BaseMegatronTrainer), {})
 
 
 def adapt(model: torch.nn.Module) -> None:
@@ -51,7 +56,8 @@ def main() -> None:
     parser.add_argument("--steps-per-generation", type=int, default=1)
     parser.add_argument("--mcore-model")
     parser.add_argument("--mcore-adapter")
-    parser.add_argument("--finetune", action="store_true")
+    for name in ("--finetune", "--no-save-optim", "--no-save-rng"):
+        parser.add_argument(name, action="store_true")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     parser.add_argument("--add-version", action="store_true")
@@ -76,8 +82,8 @@ def main() -> None:
         return loss
 
     args.forward_step = forward
-    kind = RolloutTrainer if args.rlhf_type else BaseMegatronTrainer
-    kind(args, [model], optimizer, scheduler, Recorder(args.record).add).train(drawn, None)
+    trainer = trainer_of(args.rlhf_type)(args, [model], optimizer, scheduler, Recorder(args.record).add)
+    trainer.train(PackingDataset(None, drawn, args.train_iters), None)
     torch.distributed.destroy_process_group()
 
 

@@ -55,10 +55,12 @@ def _state_dict(trainer: Any, is_loading: bool) -> dict[str, Any]:
         "iteration": trainer.state.iteration,
         "model": trainer.wrapped_models[0].module.sharded_state_dict(metadata=metadata),
     }
-    optimizer = trainer.optimizer.sharded_state_dict(body, is_loading=is_loading, metadata=metadata)
-    body["optimizer"] = optimizer
-    body["opt_param_scheduler"] = trainer.opt_param_scheduler.state_dict()
-    body["rng_state"] = _get_rng_state()
+    if not trainer.args.no_save_optim:
+        optimizer = trainer.optimizer.sharded_state_dict(body, is_loading=is_loading, metadata=metadata)
+        body["optimizer"] = optimizer
+        body["opt_param_scheduler"] = trainer.opt_param_scheduler.state_dict()
+    if not trainer.args.no_save_rng:
+        body["rng_state"] = _get_rng_state()
     _filter_adapter_state_dict(body, trainer.args.tuner_type == "lora")
     return body
 
