@@ -183,7 +183,7 @@ class Tuning:
                 return " ".join(drawn.choice(WORDS) for _ in range(drawn.randint(least, most)))
 
             columns = {"instruction": (1, 3), "input": (0, 2), "output": (1, 5)}
-            columns |= {"chosen": (1, 5), "rejected": (1, 5)}
+            columns |= {"chosen": (1, 5), "rejected": (1, 5), "text": (20, 60)}
             rows = [{name: words(*most) for name, most in columns.items()} for _ in range(400)]
             source.write_text(json.dumps(rows))
         if not (work / "tokenizer").is_dir():
@@ -194,7 +194,8 @@ class Tuning:
             *("--input", source, "--tokenizer-name-or-path", work / "tokenizer"),
             *("--output-prefix", draft / prefix.name),
             *("--tokenizer-type", "PretrainedFromHF", "--handler-name", "AlpacaStyleInstructionHandler"),
-            *("--prompt-type", "qwen", "--workers", "1", "--log-interval", "1000"),
+            *(() if "GeneralPretrainHandler" in prepared else ("--prompt-type", "qwen")),
+            *("--workers", "1", "--log-interval", "1000"),
             *("--seq-length", SEQUENCE, *prepared),
         )
         draft.rename(prefix.parent)

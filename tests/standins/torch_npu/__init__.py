@@ -17,6 +17,7 @@ from torch_npu.operators import (
     npu_rms_norm,
     npu_rotary_mul,
     npu_scaled_masked_softmax,
+    npu_swiglu,
 )
 from torch_npu.utils import collect_env, storage
 
@@ -35,9 +36,12 @@ __all__ = [
     "npu_rms_norm",
     "npu_rotary_mul",
     "npu_scaled_masked_softmax",
+    "npu_swiglu",
     "storage",
+    "unsupported_dtype",
 ]
 __version__ = "2.1.0"
+unsupported_dtype: list[torch.dtype] = []  # that collectives of the NPU do not take
 
 
 def _name_types_after_the_npu() -> None:

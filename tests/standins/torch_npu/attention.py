@@ -63,6 +63,7 @@ def npu_fusion_attention(
             for start, end in zip([0, *ends], ends, strict=False)
         ]
         return torch.cat([*(one[0] for one in each), after]).reshape(query.shape), *each[0][1:]
+    key, value = _for_each_head(query, key, value, head_num)
     _require(query, key, input_layout, pse)
     queries, keys, values = (_by_head(x, head_num) for x in (query, key, value))
     scores = _scores(queries, keys, atten_mask, scale, sparse_mode)
@@ -121,13 +122,25 @@ def _require(query: torch.Tensor, key: torch.Tensor, input_layout: str, pse: tor
         raise NotImplementedError("another layout than SBH, position encodings, or shared heads")
 
 
+def _for_each_head(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of (sequence, batch, heads x size), repeated for queries that share them."""
+    size = query.shape[-1] // head_num
+    shared = head_num * size // key.shape[-1]
+    if shared == 1 or query.dim() != 3:
+        return key, value
+    key, value = (x.unflatten(-1, (-1, size)).repeat_interleave(shared, 2).flatten(2) for x in (key, value))
+    return key, value
+
+
 def _by_head(x: torch.Tensor, head_num: int) -> torch.Tensor:
     """(sequence, batch, heads x size) as (batch x heads, sequence, size), in float32."""
     return x.reshape(len(x), x.shape[1] * head_num, -1).transpose(0, 1).float()
 
 
 def _together(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return x.transpose(0, 1).reshape(like.shape).to(like.dtype)
+    return x.transpose(0, 1).reshape(*like.shape[:2], -1).to(like.dtype)
 
 
 def _scores(

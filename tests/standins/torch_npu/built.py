@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from torch_npu.operators import npu_apply_adam_w
+from torch_npu.operators import npu_apply_adam_w, npu_rotary_mul
 
 
 def reuse_data_ptr(des: torch.Tensor, src: torch.Tensor, offset: int) -> None:
@@ -42,7 +42,79 @@ def npu_apply_fused_adamw_v2(
     )
 
 
+def npu_rotary_position_embedding(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
+) -> torch.Tensor:
+    """Rotary embedding of halves."""
+    if mode:
+        raise NotImplementedError("interleaved")
+    return npu_rotary_mul(x, cos, sin)
+
+
+def _groups(group_list: Any, group_list_type: int) -> list[slice]:
+    """Return the rows of each group; the list has their ends (0) or their sizes (1)."""
+    ends = torch.as_tensor(group_list)
+    ends = (ends.cumsum(0) if group_list_type else ends).tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def npu_gmm(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    bias: list[torch.Tensor],
+    group_list: Any,
+    group_type: int,
+    group_list_type: int,
+) -> list[torch.Tensor]:
+    """A product for each group of rows."""
+    rows = _groups(group_list, group_list_type)
+    return [torch.cat([x[0][part] @ weight[0][group] for group, part in enumerate(rows)])]
+
+
+def npu_gmm_backward_fusion(
+    grad: list[torch.Tensor], weight: list[torch.Tensor], group_list: Any, group_list_type: int
+) -> Any:
+    """The gradient of the rows of `npu_gmm` alone."""
+    rows = _groups(group_list, group_list_type)
+    return [torch.cat([grad[0][part] @ weight[0][group].t() for group, part in enumerate(rows)])], [], []
+
+
+def npu_gmm_backward(
+    grad: list[torch.Tensor],
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    group_list: Any,
+    group_list_type: int,
+) -> Any:
+    """The gradients of `npu_gmm`."""
+    rows = _groups(group_list, group_list_type)
+    of_weight = torch.stack([x[0][part].t() @ grad[0][part] for part in rows])
+    return npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)[0], [of_weight], []
+
+
+def npu_groupmatmul_add_fp32(x: torch.Tensor, dy: torch.Tensor, group_list: Any, grad: torch.Tensor) -> None:
+    """Add the gradient of each group's weight to `grad`."""
+    rows = _groups(group_list, 0)
+    added = torch.stack([x[part].t().float() @ dy[part].float() for part in rows])
+    grad.add_(added.view_as(grad))
+
+
+def npu_matmul_add_fp32(grad_output: torch.Tensor, total_input: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add the gradient of a weight to `grad`."""
+    grad.add_(grad_output.t().float() @ total_input.float())
+
+
+_GROUPED = SimpleNamespace(
+    npu_gmm=npu_gmm, npu_gmm_backward=npu_gmm_backward, npu_gmm_backward_fusion=npu_gmm_backward_fusion
+)
 _BUILT = {
+    "npu_rotary_position_embedding": SimpleNamespace(
+        npu_rotary_position_embedding=npu_rotary_position_embedding
+    ),
+    "grouped_matmul": _GROUPED,
+    "grouped_matmul_v2": _GROUPED,
+    "npu_groupmatmul_add_fp32": SimpleNamespace(npu_groupmatmul_add_fp32=npu_groupmatmul_add_fp32),
+    "npu_matmul_add_fp32": SimpleNamespace(npu_matmul_add_fp32=npu_matmul_add_fp32),
     "algorithm": SimpleNamespace(reuse_data_ptr=reuse_data_ptr),
     "npu_apply_fused_adamw_v2": SimpleNamespace(npu_apply_fused_adamw_v2=npu_apply_fused_adamw_v2),
 }

@@ -71,6 +71,12 @@ def npu_rotary_mul(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return x * cos + torch.cat((-other, one), dim=-1) * sin
 
 
+def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """The sigmoid-weighted first half times the second half."""
+    gate, value = torch.chunk(x, 2, dim=dim)
+    return torch.nn.functional.silu(gate) * value
+
+
 def npu_clear_float_status(status: torch.Tensor) -> torch.Tensor:
     """Eight flags of the device; a CPU has none."""
     return torch.zeros_like(status)

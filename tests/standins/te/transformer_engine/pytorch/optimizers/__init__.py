@@ -34,7 +34,10 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        adam_w_mode: bool = True,
     ) -> None:
+        if not adam_w_mode:
+            raise NotImplementedError("this stand-in is AdamW")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.capturable = False
         self.master_weights = master_weights
