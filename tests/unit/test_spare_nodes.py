@@ -8,10 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -44,6 +43,7 @@ from adaptor.protocol.spare_messages import (
     from_spare_node,
     to_spare_node,
 )
+from adaptor.protocol.wire import deadline
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port
@@ -72,12 +72,14 @@ def _gate(settings: config.Config) -> SpareGate:
     return gate
 
 
+async def _opened(settings: config.Config) -> tuple[SpareGate, Invitation]:
+    """Return an open gate and its invitation."""
+    gate = _gate(settings)
+    return gate, await gate.open("127.0.0.1")
+
+
 async def _waits(gate: SpareGate, count: int) -> None:
     await asyncio.to_thread(waiting.until, lambda: gate.waiting == count, f"{count} spares wait")
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
 
 
 @pytest.fixture(params=["unix", "plain", "tls"])
@@ -96,151 +98,137 @@ def _at(invitation: Invitation) -> Gate:
     return Gate("127.0.0.1", invitation.encode().decode())
 
 
-def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.Config) -> None:
+async def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.Config) -> None:
     """One of three has gone, so two lost nodes have a spare each; a third one has none."""
-
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        spares = [
-            asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-            for _ in range(3)
-        ]
-        await _waits(gate, 3)
-        spares[0].cancel()
-        await _waits(gate, 2)
-        assert await gate.fill({1: (1,), 2: (2,), 3: (3,)}, StartCounts(restarts=2, generations=3)) == {}
-        owners = await gate.fill({1: (1,), 2: (2,)}, StartCounts(restarts=2, generations=3))
-        places = {
-            taken.place.node: taken for taken in await asyncio.gather(*spares[1:]) if isinstance(taken, Taken)
-        }
-        assert {node: taken.place for node, taken in places.items()} == {
-            node: msgspec.structs.replace(PLACE, node=node, owner=owner) for node, owner in owners.items()
-        }
-        assert gate.waiting == 0
-        # The gate learns that a process with a place has ended, of which nothing but this connection is here.
-        assert gate.gone == {}
-        places[2].connection.close()
-        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        assert gate.gone == {2: AgentHello(2, (2,), host=MINE.host, pid=MINE.pid)}
-        places[1].connection.close()
-        await gate.close()
-
-    _run(work())
+    gate, invitation = await _opened(settings)
+    spares = [
+        asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+        for _ in range(3)
+    ]
+    await _waits(gate, 3)
+    spares[0].cancel()
+    await _waits(gate, 2)
+    assert await gate.fill({1: (1,), 2: (2,), 3: (3,)}, StartCounts(restarts=2, generations=3)) == {}
+    owners = await gate.fill({1: (1,), 2: (2,)}, StartCounts(restarts=2, generations=3))
+    places = {
+        taken.place.node: taken for taken in await asyncio.gather(*spares[1:]) if isinstance(taken, Taken)
+    }
+    assert {node: taken.place for node, taken in places.items()} == {
+        node: msgspec.structs.replace(PLACE, node=node, owner=owner) for node, owner in owners.items()
+    }
+    assert gate.waiting == 0
+    # The gate learns that a process with a place has ended, of which nothing but this connection is here.
+    assert gate.gone == {}
+    places[2].connection.close()
+    await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+    assert gate.gone == {2: AgentHello(2, (2,), host=MINE.host, pid=MINE.pid)}
+    places[1].connection.close()
+    await gate.close()
 
 
-def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settings: config.Config) -> None:
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
+async def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settings: config.Config) -> None:
+    gate, invitation = await _opened(settings)
 
-        async def answers(goes: bool) -> None:
-            """Answer once: at once and go, or when the other one has gone."""
-            where = (found.name, 0) if found.kind == credentials.UNIX else ("127.0.0.1", found.port)
-            reader, writer = await connect(*where, found.secret, credentials.load(settings))
-            writer.write(wire.frame(MINE))
-            while not isinstance(await wire.read(reader, to_spare_node), SpareAsked):
-                pass
-            if not goes:
-                await _waits(gate, 1)
-            writer.write(wire.frame(SpareReady()))
-            if not goes:
-                await reader.read()
-            writer.close()
+    async def answers(goes: bool) -> None:
+        """Answer once: at once and go, or when the other one has gone."""
+        where = (
+            (invitation.name, 0) if invitation.kind == credentials.UNIX else ("127.0.0.1", invitation.port)
+        )
+        reader, writer = await connect(*where, invitation.secret, credentials.load(settings))
+        writer.write(wire.frame(MINE))
+        while not isinstance(await wire.read(reader, to_spare_node), SpareAsked):
+            pass
+        if not goes:
+            await _waits(gate, 1)
+        writer.write(wire.frame(SpareReady()))
+        if not goes:
+            await reader.read()
+        writer.close()
 
-        first = asyncio.ensure_future(answers(goes=True))
-        await _waits(gate, 1)
-        second = asyncio.ensure_future(answers(goes=False))
-        await _waits(gate, 2)
-        assert await gate.fill({1: (1,), 2: (2,)}, StartCounts(restarts=1, generations=1)) == {}
-        assert gate.waiting == 1
-        await gate.close()
-        await asyncio.gather(first, second)
-
-    _run(work())
+    first = asyncio.ensure_future(answers(goes=True))
+    await _waits(gate, 1)
+    second = asyncio.ensure_future(answers(goes=False))
+    await _waits(gate, 2)
+    assert await gate.fill({1: (1,), 2: (2,)}, StartCounts(restarts=1, generations=1)) == {}
+    assert gate.waiting == 1
+    await gate.close()
+    await asyncio.gather(first, second)
 
 
-def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: config.Config) -> None:
+async def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: config.Config) -> None:
     """No controller is there then, which would notice it. It says nothing of a place that a spare has."""
+    gate, invitation = await _opened(settings)
+    certificates = credentials.load(settings)
 
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        certificates = credentials.load(settings)
+    async def stays(node: int) -> socket.socket:
+        me = MemberHello(node, (node,), f"node{node}", 100 + node)
+        connection = await stay_at_gate(invitation, "127.0.0.1", certificates, me)
+        assert connection is not None
+        return connection
 
-        async def stays(node: int) -> socket.socket:
-            me = MemberHello(node, (node,), f"node{node}", 100 + node)
-            connection = await stay_at_gate(found, "127.0.0.1", certificates, me)
-            assert connection is not None
-            return connection
-
-        first, second = await stays(1), await stays(2)
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        assert gate.gone == {}
-        first.close()
-        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        assert gate.gone == {1: AgentHello(1, (1,), host="node1", pid=101)}
-        await gate.fill({2: (2,)}, StartCounts(restarts=1, generations=1))
-        taken = await spare
-        assert isinstance(taken, Taken)
-        second.close()
-        taken.connection.close()
-        await asyncio.to_thread(waiting.until, lambda: 2 in gate.gone, "the gate knows")
-        assert gate.gone[2].pid == MINE.pid
-        await gate.close()
-
-    _run(work())
+    first, second = await stays(1), await stays(2)
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    assert gate.gone == {}
+    first.close()
+    await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+    assert gate.gone == {1: AgentHello(1, (1,), host="node1", pid=101)}
+    await gate.fill({2: (2,)}, StartCounts(restarts=1, generations=1))
+    taken = await spare
+    assert isinstance(taken, Taken)
+    second.close()
+    taken.connection.close()
+    await asyncio.to_thread(waiting.until, lambda: 2 in gate.gone, "the gate knows")
+    assert gate.gone[2].pid == MINE.pid
+    await gate.close()
 
 
-def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
+async def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
     """Only its connection has ended: before it came again, or after; it may have been a spare node."""
     lost: list[int] = []
+    gate = SpareGate(
+        credentials.kind_of(settings),
+        free_port(),
+        credentials.load(settings),
+        MINE,
+        lambda: lost.extend(hello.pid for hello in gate.gone.values()),
+    )
+    gate.begin_turn()
+    invitation = await gate.open("127.0.0.1")
 
-    async def work() -> None:
-        gate = SpareGate(
-            credentials.kind_of(settings),
-            free_port(),
-            credentials.load(settings),
-            MINE,
-            lambda: lost.extend(hello.pid for hello in gate.gone.values()),
-        )
-        gate.begin_turn()
-        found = await gate.open("127.0.0.1")
+    async def stays(pid: int, owner: str = "") -> socket.socket:
+        me = MemberHello(1, (1,), "node1", pid, owner)
+        connection = await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), me)
+        assert connection is not None
+        return connection
 
-        async def stays(pid: int, owner: str = "") -> socket.socket:
-            me = MemberHello(1, (1,), "node1", pid, owner)
-            connection = await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me)
-            assert connection is not None
-            return connection
-
-        (await stays(11)).close()
-        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        second = await stays(2)
-        assert gate.gone == {}
-        third = await stays(3)
-        second.close()
-        third.close()
-        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
-        taken = await spare
-        assert isinstance(taken, Taken)
-        other = await stays(4)  # it was taken for lost
-        again = await stays(5, owners[1])
-        taken.connection.close()
-        other.close()
-        again.close()
-        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
-        await gate.close()
-        assert lost == [11, 3, 5]
-
-    _run(work())
+    (await stays(11)).close()
+    await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+    second = await stays(2)
+    assert gate.gone == {}
+    third = await stays(3)
+    second.close()
+    third.close()
+    await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
+    taken = await spare
+    assert isinstance(taken, Taken)
+    other = await stays(4)  # it was taken for lost
+    again = await stays(5, owners[1])
+    taken.connection.close()
+    other.close()
+    again.close()
+    await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+    await gate.close()
+    assert lost == [11, 3, 5]
 
 
 @pytest.mark.parametrize("kind", ["unix", "plain", "tls"])
-def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job: Job, tmp_path: Path) -> None:
+async def test_a_node_comes_again_to_the_gate_when_its_connection_ends(
+    kind: str, job: Job, tmp_path: Path
+) -> None:
     """Node 0 would take it for lost at the next start of workers, if it came a moment after node 0's own."""
     came: Arrivals[MemberHello] = Arrivals()
 
@@ -256,7 +244,7 @@ def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job:
             writer.transport.abort()  # as it breaks: without a goodbye of TLS
         await reader.read()
 
-    async def work() -> None:
+    async with deadline(waiting.LONG_S):
         given = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(kind)
         if given is None:
             given = Authority(tmp_path / "signer").settings()
@@ -277,123 +265,101 @@ def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job:
         await listener.close()
         rejected.close()
 
-    asyncio.run(asyncio.wait_for(work(), waiting.LONG_S))
+
+async def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) -> None:
+    gate, invitation = await _opened(settings)
+    await gate.close()
+    me = MemberHello(1, (1,), "node1", 101)
+    assert await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), me) is None
 
 
-def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) -> None:
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        await gate.close()
-        me = MemberHello(1, (1,), "node1", 101)
-        assert await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me) is None
-
-    _run(work())
-
-
-def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config.Config) -> None:
+async def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config.Config) -> None:
     """The gate of node 1 has gone, that of node 2 serves spares when its node has taken over."""
-
-    async def work() -> None:
-        context, kind = credentials.load(settings), credentials.kind_of(settings)
-        first, gone = _gate(settings), _gate(settings)
-        last = SpareGate(kind, free_port(), context, MINE, lambda: None)
-        found, *others = [await gate.open("127.0.0.1") for gate in (first, gone, last)]
-        members = []
-        for node, other in enumerate(others, 1):
-            me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", other.encode().decode()))
-            members.append(await stay_at_gate(found, "127.0.0.1", context, me))
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(first, 1)
-        await gone.close()
-        assert first._listener is not None
-        await first._listener.close()  # as the kernel does at the death of the agent: nobody is released
-        store = Endpoint("127.0.0.1", 29500)
-        last.begin_turn(store)
-        await last.await_spares(1, waiting.LONG_S)
-        (owner,) = (await last.fill({1: (0,)}, StartCounts(restarts=1, generations=1))).values()
-        taken = await spare
-        assert isinstance(taken, Taken)
-        assert (taken.place.store, taken.place.owner) == (store, owner)
-        taken.connection.close()
-        await last.close()
-        for member in members:
-            assert member is not None
-            member.close()
-
-    _run(work())
+    context, kind = credentials.load(settings), credentials.kind_of(settings)
+    first, gone = _gate(settings), _gate(settings)
+    last = SpareGate(kind, free_port(), context, MINE, lambda: None)
+    invitation, *others = [await gate.open("127.0.0.1") for gate in (first, gone, last)]
+    members = []
+    for node, other in enumerate(others, 1):
+        me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", other.encode().decode()))
+        members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(first, 1)
+    await gone.close()
+    assert first._listener is not None
+    await first._listener.close()  # as the kernel does at the death of the agent: nobody is released
+    store = Endpoint("127.0.0.1", 29500)
+    last.begin_turn(store)
+    await last.await_spares(1, waiting.LONG_S)
+    (owner,) = (await last.fill({1: (0,)}, StartCounts(restarts=1, generations=1))).values()
+    taken = await spare
+    assert isinstance(taken, Taken)
+    assert (taken.place.store, taken.place.owner) == (store, owner)
+    taken.connection.close()
+    await last.close()
+    for member in members:
+        assert member is not None
+        member.close()
 
 
-def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: config.Config) -> None:
+async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: config.Config) -> None:
     """Node 0 is lost, then node 1, before other nodes have come to its gate; a spare node has."""
-
-    async def work() -> None:
-        context, kind = credentials.load(settings), credentials.kind_of(settings)
-        gates = [SpareGate(kind, free_port(), context, MINE, lambda: None) for _ in range(4)]
-        zero, one, two, of_a_spare = gates
-        at = [_at(await gate.open("127.0.0.1")) for gate in gates]
-        zero.begin_turn()
-        spare = asyncio.ensure_future(wait_at_gate(at[0], settings, MINE, WarmProcesses([], 0)))
-        await _waits(zero, 1)
-        members = []
-        for gate, node, number in ((0, 1, 1), (0, 2, 2), (1, 0, 3)):
-            invitation = Invitation.decode(at[gate].invitation.encode(), kind)
-            me = MemberHello(node, (node,), "a", node, "", at[number])
-            if gate:
-                one.begin_turn()
-                assert zero._listener is not None
-                await zero._listener.close()
-                await _waits(one, 1)
-            members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
-        assert one._listener is not None
-        await one._listener.close()
-        two.begin_turn()
-        await _waits(two, 1)
-        of_a_spare.begin_turn()  # the spare, which has tried this gate, too, has left it
-        assert (two.waiting, of_a_spare.waiting) == (1, 0)
-        for opened in (two, of_a_spare):
-            await opened.close()
-        assert await spare == SpareReleased()
-        for member in members:
-            assert member is not None
-            member.close()
-
-    _run(work())
+    context, kind = credentials.load(settings), credentials.kind_of(settings)
+    gates = [SpareGate(kind, free_port(), context, MINE, lambda: None) for _ in range(4)]
+    zero, one, two, of_a_spare = gates
+    at = [_at(await gate.open("127.0.0.1")) for gate in gates]
+    zero.begin_turn()
+    spare = asyncio.ensure_future(wait_at_gate(at[0], settings, MINE, WarmProcesses([], 0)))
+    await _waits(zero, 1)
+    members = []
+    for gate, node, number in ((0, 1, 1), (0, 2, 2), (1, 0, 3)):
+        invitation = Invitation.decode(at[gate].invitation.encode(), kind)
+        me = MemberHello(node, (node,), "a", node, "", at[number])
+        if gate:
+            one.begin_turn()
+            assert zero._listener is not None
+            await zero._listener.close()
+            await _waits(one, 1)
+        members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
+    assert one._listener is not None
+    await one._listener.close()
+    two.begin_turn()
+    await _waits(two, 1)
+    of_a_spare.begin_turn()  # the spare, which has tried this gate, too, has left it
+    assert (two.waiting, of_a_spare.waiting) == (1, 0)
+    for opened in (two, of_a_spare):
+        await opened.close()
+    assert await spare == SpareReleased()
+    for member in members:
+        assert member is not None
+        member.close()
 
 
-def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_0(
+async def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_0(
     settings: config.Config,
 ) -> None:
     """Its flags name the lost store. The new node 0 serves spares at its take-over, and at the restart."""
-
-    async def work() -> None:
-        gate, store = _gate(settings), Endpoint("127.0.0.1", 29500)
-        gate.begin_turn(store)
-        found = await gate.open("127.0.0.1")
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        gate.begin_turn()
-        await gate.fill({1: (0,)}, StartCounts(restarts=2, generations=2))
-        taken = await spare
-        assert isinstance(taken, Taken)
-        assert taken.place.store == store
-        taken.connection.close()
-        await gate.close()
-
-    _run(work())
+    gate, store = _gate(settings), Endpoint("127.0.0.1", 29500)
+    gate.begin_turn(store)
+    invitation = await gate.open("127.0.0.1")
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    gate.begin_turn()
+    await gate.fill({1: (0,)}, StartCounts(restarts=2, generations=2))
+    taken = await spare
+    assert isinstance(taken, Taken)
+    assert taken.place.store == store
+    taken.connection.close()
+    await gate.close()
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_spare_goes_home_when_the_job_is_over(failed: bool, settings: config.Config) -> None:
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        await gate.close(failed=failed)
-        assert await spare == SpareReleased(failed)
-
-    _run(work())
+async def test_a_spare_goes_home_when_the_job_is_over(failed: bool, settings: config.Config) -> None:
+    gate, invitation = await _opened(settings)
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    await gate.close(failed=failed)
+    assert await spare == SpareReleased(failed)
 
 
 @pytest.mark.parametrize(
@@ -409,38 +375,28 @@ def test_a_spare_goes_home_when_the_job_is_over(failed: bool, settings: config.C
         (SpareHello(MINE.facts, ("--lr",), "x", 2), "differ: '0.1' is only on node 0"),
     ],
 )
-def test_a_spare_that_differs_is_refused(
+async def test_a_spare_that_differs_is_refused(
     theirs: SpareHello, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")
     settings = config.load()
-
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            await wait_at_gate(_at(found), settings, theirs, WarmProcesses([], 0))
-        assert gate.waiting == 0
-        await gate.close()
-
-    _run(work())
+    gate, invitation = await _opened(settings)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        await wait_at_gate(_at(invitation), settings, theirs, WarmProcesses([], 0))
+    assert gate.waiting == 0
+    await gate.close()
 
 
-def test_a_fact_that_a_spare_does_not_know_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fact_that_a_spare_does_not_know_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")
     settings = config.load()
     hello = SpareHello({}, MINE.arguments, "x", 2)
-
-    async def work() -> None:
-        gate = _gate(settings)
-        invitation = await gate.open("127.0.0.1")
-        warm = WarmProcesses([], 0)
-        spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, hello, warm))
-        await _waits(gate, 1)
-        await gate.close()
-        assert await spare == SpareReleased()
-
-    _run(work())
+    gate, invitation = await _opened(settings)
+    warm = WarmProcesses([], 0)
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, hello, warm))
+    await _waits(gate, 1)
+    await gate.close()
+    assert await spare == SpareReleased()
 
 
 def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
@@ -472,27 +428,25 @@ def test_a_node_that_has_had_workers_comes_back_as_a_spare_node() -> None:
     other.require_first()
 
 
-def test_nobody_is_told_that_the_job_goes_on_before_a_spare_has_answered(settings: config.Config) -> None:
+async def test_nobody_is_told_that_the_job_goes_on_before_a_spare_has_answered(
+    settings: config.Config,
+) -> None:
     """The other side of a cut network, on which all spares are, could not go on."""
+    gate, asked = _gate(settings), []
 
-    async def work() -> None:
-        gate, asked = _gate(settings), []
+    async def refuses() -> str:
+        asked.append(gate.waiting)
+        return "the other side goes on"
 
-        async def refuses() -> str:
-            asked.append(gate.waiting)
-            return "the other side goes on"
-
-        found = await gate.open("127.0.0.1")
-        assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
-        assert asked == []
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
-        assert asked == [1]
-        await gate.close()
-        await spare
-
-    _run(work())
+    invitation = await gate.open("127.0.0.1")
+    assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
+    assert asked == []
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
+    assert asked == [1]
+    await gate.close()
+    await spare
 
 
 def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
@@ -504,39 +458,31 @@ def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
     assert places.gate(2) == Gate("node of term 2", "an invitation")
 
 
-def test_spares_that_did_not_come_are_not_awaited_again(settings: config.Config) -> None:
+async def test_spares_that_did_not_come_are_not_awaited_again(settings: config.Config) -> None:
     """First an online recovery needs them, then the restart."""
-
-    async def work() -> None:
-        gate = _gate(settings)
-        gate.begin_turn()
-        await gate.await_spares(1, 0.01)
-        with pytest.raises(StopIteration):  # it returns without a wait
-            gate.await_spares(1, waiting.LONG_S).send(None)
-
-    asyncio.run(work())
+    gate = _gate(settings)
+    gate.begin_turn()
+    await gate.await_spares(1, 0.01)
+    with pytest.raises(StopIteration):  # it returns without a wait
+        gate.await_spares(1, waiting.LONG_S).send(None)
 
 
-def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: config.Config) -> None:
+async def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: config.Config) -> None:
     """All workers have started again, and node 0 has the controller; the spare goes to its gate."""
-
-    async def work() -> None:
-        gate, first = _gate(settings), _gate(settings)
-        found, other = await gate.open("127.0.0.1"), await first.open("127.0.0.1")
-        me = MemberHello(0, (0,), "a", 1, "", _at(other))
-        member = await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me)
-        spare = asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-        await _waits(gate, 1)
-        gate.end_turn()
-        await _waits(first, 1)
-        assert gate.waiting == 0
-        for opened in (gate, first):
-            await opened.close()
-        assert await spare == SpareReleased()
-        assert member is not None
-        member.close()
-
-    _run(work())
+    gate, first = _gate(settings), _gate(settings)
+    invitation, other = await gate.open("127.0.0.1"), await first.open("127.0.0.1")
+    me = MemberHello(0, (0,), "a", 1, "", _at(other))
+    member = await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), me)
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(gate, 1)
+    gate.end_turn()
+    await _waits(first, 1)
+    assert gate.waiting == 0
+    for opened in (gate, first):
+        await opened.close()
+    assert await spare == SpareReleased()
+    assert member is not None
+    member.close()
 
 
 def test_all_nodes_end_where_one_has_waited_in_vain_for_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,7 +554,7 @@ def test_what_node_0_compares() -> None:
     assert mine.facts["--nproc-per-node"] == "4"
 
 
-def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: config.Config) -> None:
+async def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: config.Config) -> None:
     """The controller that it is to find ends with the generation; who does not come in time has no place."""
     members = Membership(4)
     members.enter(AgentHello(1, (2, 3)))
@@ -630,17 +576,14 @@ def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: con
         asked.append(0)
         return "the other side goes on"
 
-    async def work() -> None:
-        gate, counts = _gate(settings), StartCounts(1, 1)
-        assert await fill_for_restart(gate, members, (1,), counts, until_it_comes) == {1: "a"}
-        members.late.clear()
-        assert await fill_for_restart(gate, members, (1,), counts, until_it_comes, refuses) == {}
-        assert len(asked) == 1
-        members.late.clear()
-        # The lease is not asked: it would name a store at which nobody meets.
-        assert await fill_for_restart(gate, members, (1,), counts, in_vain, refuses) == {}
-        assert len(asked) == 1
-        assert waited == [COMES_S]
-        assert members.expected == {}
-
-    _run(work())
+    gate, counts = _gate(settings), StartCounts(1, 1)
+    assert await fill_for_restart(gate, members, (1,), counts, until_it_comes) == {1: "a"}
+    members.late.clear()
+    assert await fill_for_restart(gate, members, (1,), counts, until_it_comes, refuses) == {}
+    assert len(asked) == 1
+    members.late.clear()
+    # The lease is not asked: it would name a store at which nobody meets.
+    assert await fill_for_restart(gate, members, (1,), counts, in_vain, refuses) == {}
+    assert len(asked) == 1
+    assert waited == [COMES_S]
+    assert members.expected == {}
