@@ -82,17 +82,6 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 @training.patch(
-    "ascendspeed.training:evaluate_and_print_results",
-    why="an evaluation takes longer than a step, and a rank that hangs in it has a limit of its own",
-    accepts="(...)",
-    optional=True,
-)
-def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    with runtime.get().session.phase("evaluation"):
-        return wrapped(*args, **kwargs)
-
-
-@training.patch(
     "ascendspeed.training:training_log",
     why="ranks that write logs may hang while the others wait for them in the next step",
     accepts="(...)",
@@ -122,24 +111,6 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 @checkpointing.patch(
-    "ascendspeed.checkpointing:get_checkpoint_name",
-    why="a regular save goes to a folder of its own until every rank has written",
-    accepts="(checkpoints_path, iteration, release=, ...)",
-)
-def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return context.part(RegularSaves).renamed(wrapped(*args, **kwargs))
-
-
-@checkpointing.patch(
-    "ascendspeed.checkpointing:get_checkpoint_tracker_filename",
-    why="every rank has written: the folder gets its final name before the tracker names it",
-    accepts="(checkpoints_path)",
-)
-def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return context.part(RegularSaves).tracker(wrapped(*args, **kwargs))
-
-
-@checkpointing.patch(
     "ascendspeed.checkpointing:load_checkpoint",
     why="a checkpoint that was damaged after its save is set aside; the newest intact one is loaded",
     accepts="(model, optimizer, lr_scheduler, load_arg=, ...)",
@@ -152,3 +123,14 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
     with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
         resume_check.require_intact(Path(load), Path(megatron_args.save), None)
         return wrapped(*args, **kwargs)
+
+
+# The wrappers of Megatron-LM's functions of these names, which are declared before (`patches.FILES`).
+training.patch_copy(
+    "ascendspeed.training:evaluate_and_print_results",
+    of="megatron.training.training:evaluate_and_print_results",
+)
+for name in ("get_checkpoint_name", "get_checkpoint_tracker_filename"):
+    checkpointing.patch_copy(
+        f"ascendspeed.checkpointing:{name}", of=f"megatron.training.checkpointing:{name}"
+    )
