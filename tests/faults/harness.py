@@ -305,6 +305,10 @@ class Ended:
         """The lines of the adaptor in all logs."""
         return log_lines.lines(self.log)
 
+    def assert_says(self, words: str) -> None:
+        """Assert that a line of the adaptor has these words."""
+        assert any(words in line for line in self.said), self.said
+
 
 def run(job: Job, *, code: int | None = None) -> Ended:
     """Run a job to its end, and assert that it leaves nothing behind.

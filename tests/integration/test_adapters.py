@@ -66,12 +66,8 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     alone = bridge(tmp_path / "alone", *job, str(tmp_path / "own-alone"), launcher="torchrun", instances=1)
     copied = str(tmp_path / "copied")
     result = bridge(tmp_path / "copies", *job, copied, restarts=1, faults=faults, options=options, code=0)
-    assert any("goes on after step 3, from copies in host memory" in line for line in result.said), (
-        result.said
-    )
-    assert any("step 5 is written from the copies in host memory" in line for line in result.said), (
-        result.said
-    )
+    result.assert_says("goes on after step 3, from copies in host memory")
+    result.assert_says("step 5 is written from the copies in host memory")
     outcome.assert_same_training(result, alone.records)
 
 
@@ -114,9 +110,7 @@ def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp
     result = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options, code=0)
     (line,) = [line for line in result.said if " training goes on after step 2, " in line]
     assert "from copies in host memory; " in line
-    assert any("step 6 is written from the copies in host memory" in line for line in result.said), (
-        result.said
-    )
+    result.assert_says("step 6 is written from the copies in host memory")
     outcome.assert_same_training(result, undisturbed.records)
     (version,) = output.iterdir()
     saved = FileSystemReader(version / "last_words/iter_0000006").read_metadata().state_dict_metadata
@@ -134,7 +128,7 @@ def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
     options = ("--ttp-online", "60")
     result = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options, code=0)
     assert "restart 1 of 1: from step 4, 0 steps lost" in result.log
-    assert any("online recovery: no (the engine of rollouts" in line for line in result.said), result.said
+    result.assert_says("online recovery: no (the engine of rollouts")
     outcome.assert_same_training(result, undisturbed.records)
 
 
@@ -167,12 +161,8 @@ def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path:
     ]
     job = ("--save-steps", "2", "--output-dir", str(tmp_path / "copied"))
     result = mca(tmp_path / "copies", *job, layout=DP2, restarts=3, faults=faults, options=options, code=0)
-    assert any("goes on after step 3, from copies in host memory" in line for line in result.said), (
-        result.said
-    )
-    assert any("step 6 is written from the copies in host memory" in line for line in result.said), (
-        result.said
-    )
+    result.assert_says("goes on after step 3, from copies in host memory")
+    result.assert_says("step 6 is written from the copies in host memory")
     outcome.assert_same_training(result, undisturbed.records)
 
 
@@ -254,7 +244,7 @@ def test_mindspeed_mm_goes_on_from_last_words(tmp_path: Path) -> None:
         job(tmp_path / "job", faults=faults, restarts=1, save=save, options=options), code=137
     )
     assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
-    assert any("online recovery: no (it has not been tested with mind" in line for line in result.said)
+    result.assert_says("online recovery: no (it has not been tested with mind")
     outcome.assert_same_training(result, undisturbed.records, range(1, 6))
     outcome.assert_saved(save, 5)
     alone = harness.run(job(tmp_path / "alone", launcher="torchrun", load=save), code=0)

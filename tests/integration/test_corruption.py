@@ -105,7 +105,7 @@ def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, basel
     job = online(tmp_path, DP2, faults, options=VERIFIED, save_interval=4)
     result = harness.run(job, code=0)
     at_rest = "rank 1 is corrupt: param of shard mp_rank_00/0 changed at rest after the update of step 5"
-    assert any(at_rest in line for line in result.said), result.said
+    result.assert_says(at_rest)
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 
@@ -127,7 +127,7 @@ def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, bas
     job = online(tmp_path, DP2, faults, options=VERIFIED)
     result = harness.run(job, code=0)
     at_rest = f"param of shard mp_rank_00/0 changed at rest after the update of step {ITERATIONS}"
-    assert any(at_rest in line for line in result.said), result.said
+    result.assert_says(at_rest)
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 

@@ -228,7 +228,7 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
     job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
     result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
-    assert any(" training goes on after step 3, 0 steps lost" in line for line in result.said), result.said
+    result.assert_says(" training goes on after step 3, 0 steps lost")
     since = "later than step 3, which was saved"
     assert f"[ttp] step 6 is written from the copies in host memory ({since})" in result.said
     outcome.assert_same_training(result, expected)

@@ -117,7 +117,7 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
     options = ("--ttp-online", "60", "--ttp-hang", "5")
     job = ("--save", str(save), *STREAM)
     result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
-    assert any("rank 2 does not answer; replaced by pid " in line for line in result.said), result.said
+    result.assert_says("rank 2 does not answer; replaced by pid ")
     assert "restart 1 of 1: from step 6, 0 steps lost" in result.log
     assert "2 incidents (1 without a restart), 0 steps lost" in result.log
     outcome.assert_saved(save, 6)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from adaptor import config
+from adaptor import config, output
 from tests import timing
 from tests.faults.warm import Warm
 from tests.ports import free_ports
@@ -179,6 +179,12 @@ def run_here(
     clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
     env = {**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env}
     return captured(command, code=code, cwd=folder, env=env)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the lines of the adaptor on stdout since the last call."""
+    output.drain()
+    return capsys.readouterr().out
 
 
 WAIT = "import threading\nthreading.Event().wait(600)"

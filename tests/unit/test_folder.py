@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from adaptor import output
 from adaptor.checkpoint import publish, save_folder_claim
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What has been told until now."""
-    output.drain()
-    return capsys.readouterr().out
+from tests.unit.launching import said
 
 
 def test_a_folder_is_made(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptor import output
 from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
+from tests.unit.launching import said
 from tests.unit.test_resume_check import (
     FILES,
     NEWER,
@@ -43,12 +43,6 @@ from tests.waiting import captured
 __all__ = ["pristine", "root"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What has been told until now."""
-    output.drain()
-    return capsys.readouterr().out
 
 
 OTHER_USER = 65534

@@ -22,13 +22,8 @@ from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from tests import waiting
+from tests.unit.launching import said
 from tests.unit.threads import LONG_S, Thread
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What has been told until now."""
-    output.drain()
-    return capsys.readouterr().out
 
 
 def watch_for(monkeypatch: pytest.MonkeyPatch, stale_s: float) -> None:
