@@ -11,15 +11,6 @@ from adaptor.worker.door import PUBLISH, Door
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
 
 
-def test_an_open_door_is_passed() -> None:
-    door = Door()
-    door.enter(1)
-    door.leave()
-    door.enter(2)
-    door.leave()
-    assert not door.closed
-
-
 def test_1_a_closed_door_lets_one_step_pass() -> None:
     door = Door()
     changed = watched(door)

@@ -12,6 +12,7 @@ import pytest
 
 from adaptor import output, threads
 from tests.unit.threads import LONG_S
+from tests.waiting import captured
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +20,12 @@ ROOT = Path(__file__).parents[2]
 def run(program: str, stdout: int | None = None, stderr: int | None = None) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", program], stdout=stdout, stderr=stderr, env=environment)
+
+
+def stderr_of(program: str) -> str:
+    """Run a program, which must end well; return what it writes to stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return captured([sys.executable, "-c", program], code=0, env=environment, timeout=LONG_S).stderr
 
 
 def test_lines_are_written_in_their_order_before_the_process_ends() -> None:
@@ -68,9 +75,7 @@ def test_nothing_is_written_beside_a_thread_that_has_too_much_to_write() -> None
         "output.tell('beside it')\n"
         "held.set()\n"
     )
-    with run(program, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=LONG_S)
-    assert (set(said.splitlines()), process.returncode) == ({b"in order"}, 0)
+    assert set(stderr_of(program).splitlines()) == {"in order"}
 
 
 def test_without_another_thread_a_line_is_written_all_the_same() -> None:
@@ -81,9 +86,7 @@ def test_without_another_thread_a_line_is_written_all_the_same() -> None:
         "from adaptor.output import tell\n"
         "tell('said')\n"
     )
-    with run(program, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=LONG_S)
-    assert (said, process.returncode) == (b"said\n", 0)
+    assert stderr_of(program) == "said\n"
 
 
 def test_a_fork_tells_by_itself() -> None:
@@ -97,9 +100,7 @@ def test_a_fork_tells_by_itself() -> None:
         "else:\n"
         "    os.wait()\n"
     )
-    with run(program, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=LONG_S)
-    assert said == b"parent\nchild\n"
+    assert stderr_of(program) == "parent\nchild\n"
 
 
 def test_one_that_fails_does_not_end_the_others() -> None:
@@ -159,6 +160,4 @@ def test_what_a_library_logs_to_stderr_is_told(handler: str) -> None:
         "assert handler.stream is output._TOLD\n"
         "logging.getLogger('dill').warning('heard')\n"
     )
-    with run(program, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=LONG_S)
-    assert (said.decode(), process.returncode) == ("heard\n", 0)
+    assert stderr_of(program) == "heard\n"

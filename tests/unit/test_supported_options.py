@@ -315,13 +315,6 @@ def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words
     assert "use auto" in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_experts_of_an_odd_number_of_ranks_cannot_be_split(size: int) -> None:
-    words = "the data-parallel size is 3" if size == 3 else "3 ranks have the same experts"
-    with pytest.raises(UnsupportedError, match=f"TTP_REPLICA is split, but {words}, which is odd: use auto"):
-        chosen("split").replica(size, experts=3)
-
-
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("experts", [1, 2, 3, 4])
