@@ -145,7 +145,7 @@ def _import_as_a_worker(order: Import, imports: _ImportsAsAWorker, arguments: li
         sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
         sys.path[:] = order.path
         ready = imports.run()
-        _let_inspect_know_the_modules()
+        _let_inspect_know_the_modules(sys.argv[0])
         plug_ins.declared(plug_ins.FORMATS)  # kept for this `sys.path`: the search reads every package
         sys.path[:] = path
     return ready
@@ -294,8 +294,8 @@ def _import(name: str, origin: str) -> None:
         importlib.import_module(name)
 
 
-def _let_inspect_know_the_modules() -> None:
-    """Fill the module cache of Python's `inspect`.
+def _let_inspect_know_the_modules(script: str) -> None:
+    """Fill the module cache of Python's `inspect`, with the `script` that will be run.
 
     `inspect` looks at every module when it is asked for code of an unknown file, and keeps the result.
     Megatron-LM asks in each step (its rerun state machine), so a new process would spend 30 to 50 ms in the
@@ -303,6 +303,7 @@ def _let_inspect_know_the_modules() -> None:
     """
     with contextlib.suppress(Exception):  # modules that load their parts late may raise anything
         inspect.getmodule(compile("", "<of no module>", "exec"))
+        inspect.modulesbyfile[os.path.abspath(script)] = "__main__"  # noqa: PTH100  # as `inspect` does
 
 
 @contextlib.contextmanager
