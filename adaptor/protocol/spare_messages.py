@@ -180,9 +180,11 @@ class SpareReleased(Message, frozen=True):
 
     Attributes:
         failed: the job was not trained to its end, and may be started again.
+        meets: the job is not over. All workers start again, and the spare meets the other nodes.
     """
 
     failed: bool = False
+    meets: bool = False
 
 
 FromSpareNode = SpareHello | SpareReady | MemberHello

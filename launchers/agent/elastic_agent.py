@@ -34,7 +34,7 @@ from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
 from adaptor.launchers.rendezvous.waiting import UNMET, EndRequests, ask, wait_for
-from adaptor.launchers.spares.places import Places
+from adaptor.launchers.spares.places import Places, find_gate
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.launchers.spares.spare_pool import workers_from_spares
@@ -86,7 +86,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._later_nodes = (
             LaterNodes(self._handler, self._node.fits, self._node.ask_for_nodes) if nodes else None
         )
-        self._generations = place.generations if place else 0
+        self._generations = place.generations if place and self._handler.is_fixed else 0
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
         # After an online recovery of the loss of node 0.
@@ -141,11 +141,17 @@ class SurvivorsAgent(LocalElasticAgent):
     # the start of a generation
 
     def _rendezvous(self, worker_group: Any) -> None:
+        place, verdict = self._joined_place, self._record.verdict
         if not self._record.has_started:
             self._agreement.require_as_job()
-        place = self._joined_place
+            if self._record.common is not None and place is None:
+                self._handler.look_for_gate(find_gate)
+        elif self._places is not None and not self._handler.is_fixed and not (verdict and verdict.incident):
+            self._places.require_own()  # no controller has given the verdict: this node may be taken for lost
         if place is not None and place.node == 0:
             self._open_own_store(worker_group)
+        if place is not None and not self._handler.is_fixed:
+            self._handler.take_place(place.node)
         self._handler.meet(
             lambda: super(SurvivorsAgent, self)._rendezvous(worker_group), self._control.lease.require_own
         )
@@ -157,13 +163,17 @@ class SurvivorsAgent(LocalElasticAgent):
         nodes of a job with spare nodes have equal numbers of workers.
         """
         assert self._record.taken is not None
-        endpoint = self._handler.open_store(self._record.taken.address)
-        if endpoint is None:
+        opened = self._handler.own_store(self._record.taken.address)
+        if opened is None:
             raise StartError("this spare node cannot open a rendezvous store, in the place of node 0")
-        store = self._handler.store_at(endpoint)
-        move.come_to(self._handler, worker_group.spec, endpoint, 0)
-        move.enter_nodes(store, worker_group.spec, range(1, self._handler.world_size))
-        self._own_store = endpoint
+        self._own_store, store = opened
+        self._be_at(worker_group.spec, self._own_store)
+        move.enter_nodes(store, worker_group.spec, range(1, self._handler.most_nodes))
+
+    def _be_at(self, spec: WorkerSpec, endpoint: Endpoint) -> None:
+        """Let workers learn the new store; without fixed numbers torch tells them in each round."""
+        if self._handler.is_fixed:
+            spec.master_addr, spec.master_port = endpoint.address, endpoint.port
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
@@ -230,7 +240,7 @@ class SurvivorsAgent(LocalElasticAgent):
 
         Other rendezvous backends make a store for each round.
         """
-        if worker_group.spec.rdzv_handler.get_backend() != "static":
+        if not self._handler.is_fixed:
             return worker_group.store
         self._generations += 1
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
@@ -241,7 +251,7 @@ class SurvivorsAgent(LocalElasticAgent):
         Args:
             store: has keys of this generation alone.
         """
-        if not self._handler.has_met_before:
+        if not self._handler.has_met_before or self._joined_place is not None:
             return
         if node == 0:
             store.set(_RESTARTS, str(self._account.begun))
@@ -262,11 +272,18 @@ class SurvivorsAgent(LocalElasticAgent):
             PlaceLostError: this node has come back.
             StartError: this node was taken for lost, and a spare node has its place.
         """
+        is_fixed, is_full = self._handler.is_fixed, worker_group.group_world_size == self._handler.most_nodes
+        if not is_fixed:  # nodes have got new numbers
+            self._places = None
         if self._record.common is None:
             return
+        if not (is_fixed or is_full):
+            self._node.leave_gate()
+            return
         if self._places is None:
-            self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
-            if self._record.place is None:
+            place = self._record.place if is_fixed else self._joined_place
+            self._places = Places(worker_group.store, worker_group.group_rank, place)
+            if is_fixed and place is None:
                 self._places.require_first()
         if not joins:
             self._places.require_own()
@@ -368,18 +385,19 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _come_to_store(self, endpoint: Endpoint) -> None:
         group: Any = self._worker_group
-        store = wait_for(
-            lambda: self._handler.store_at(endpoint), lambda: "the node that has the place of node 0"
+        store, group.master_addr, group.master_port = wait_for(
+            lambda: self._handler.come_to(endpoint, group.group_rank),
+            lambda: "the node that has the place of node 0",
         )
-        move.come_to(self._handler, group.spec, endpoint, group.group_rank)
-        group.master_addr, group.master_port = endpoint.address, endpoint.port
+        self._be_at(group.spec, endpoint)
         assert self._pcontext is not None
         for environment in self._pcontext.envs.values():  # of later replacements
-            environment.update(MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
+            environment.update(MASTER_ADDR=group.master_addr, MASTER_PORT=str(group.master_port))
         group.store = store
         self._store: Any = store  # of the barrier at the end
         self._places, self._gate_home = Places(store, group.group_rank, None), None
-        self._node.move(PrefixStore(f"ttp/{self._generations}", store))
+        is_fixed = self._handler.is_fixed
+        self._node.move(PrefixStore(f"ttp/{self._generations}", store) if is_fixed else store)
 
     # after a verdict
 
@@ -440,7 +458,7 @@ class SurvivorsAgent(LocalElasticAgent):
         """Return True if enough nodes remain for a restart, or others may join."""
         if verdict.stop:
             return False
-        is_fixed, nodes = self._handler.get_backend() == "static", worker_group.group_world_size
+        is_fixed, nodes = self._handler.is_fixed, worker_group.group_world_size
         fewest = int(getattr(getattr(self._handler, "settings", None), "min_nodes", nodes))
         leaves = set(verdict.leaves) - set(verdict.lost)
         may_be_enough = 0 not in leaves and nodes - len(leaves) >= fewest
@@ -494,8 +512,13 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)
-        if not self._ends:  # else `close` ends the generation, after the last line
-            self._node.end(is_last=False)
+        if self._ends:  # `close` ends the generation, after the last line
+            return
+        if not self._handler.is_fixed and self._places is not None:
+            verdict = self._record.verdict
+            self._node.release_spares(self._places, verdict.lost if verdict is not None else ())
+            self._gate_home = None
+        self._node.end(is_last=False)
 
     def _exit_barrier(self) -> None:
         super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch has no types here

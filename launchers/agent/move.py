@@ -33,12 +33,6 @@ from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
 
 
-def come_to(handler: Rendezvous, spec: Any, endpoint: Endpoint, number: int) -> None:
-    """Let this node be node `number` at the store at `endpoint`, with fixed numbers, as its workers learn."""
-    handler.move(endpoint, number)
-    spec.master_addr, spec.master_port = endpoint.address, endpoint.port
-
-
 def enter_nodes(store: Store, spec: Any, numbers: Iterable[int]) -> None:
     """Make torch's entries of nodes in a new store: torch waits for them, and a node may be lost again."""
     for number in numbers:

@@ -43,6 +43,7 @@ from adaptor.launchers.spares.spare_gate import (
     NO_STARTS,
     SpareGate,
     StartCounts,
+    await_owners,
     fill_for_restart,
 )
 from adaptor.launchers.spares.spare_node import Taken
@@ -304,6 +305,35 @@ class Node:
         gate = taken.gate if taken is not None else places.gate(client.succession.term)
         if gate is not None:
             self.stay_at_gate(gate, node, ranks, taken, own_gate)
+
+    def release_spares(self, places: Places, lost: Sequence[int]) -> None:
+        """Have as many spare nodes meet the others as places are empty; each node gets a new number.
+
+        Args:
+            places: of the generation that ends.
+            lost: the nodes named by the verdict.
+        """
+        gate, host = self.control.gate, self.control.controller_host
+        if gate is None:
+            return
+        empty_count = 0
+        if host is not None:
+            members = host.controller.membership
+            self.control.thread.wait_for(await_owners(members, host.until))
+            empty_count = len(set(lost) - members.expected.keys())
+        if empty_count:
+            places.close_gate()
+        self.control.thread.loop.call_soon_threadsafe(gate.release, empty_count)
+
+    def leave_gate(self) -> None:
+        """Leave the gate of a job that takes further nodes in by a restart; spare nodes meet the others."""
+        gate, self.control.gate = self.control.gate, None
+        if gate is not None:
+            self.control.thread.wait_for(gate.close(meets=True))
+        at_gate, self._at_gate = self._at_gate, None
+        if at_gate is not None:
+            self.control.thread.wait_for(at_gate.end())
+            at_gate.close()
 
     def stay_at_gate(
         self,

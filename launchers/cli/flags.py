@@ -413,8 +413,9 @@ def rendezvous_of(parsed: argparse.Namespace) -> str:
 
 
 def may_have_spares(parsed: argparse.Namespace) -> bool:
-    """Return whether the job may have spare nodes: several nodes with fixed numbers."""
+    """Return whether the job may have spare nodes: several nodes, their number fixed with --node-rank."""
     from torch.distributed import run
 
     fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
-    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most_nodes > 1)
+    may_meet = parsed.rdzv_backend == "c10d" or (parsed.rdzv_backend == "static" and fewest == most_nodes)
+    return bool(may_meet and not parsed.standalone and most_nodes > 1)

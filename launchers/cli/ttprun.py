@@ -26,6 +26,8 @@ from adaptor.launchers.platforms.reading import this_machine
 from adaptor.launchers.records.log import RunRecord, conclude, tell_error
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
+from adaptor.protocol.messages import Endpoint
+from adaptor.protocol.spare_messages import Gate
 from adaptor.terminal import exit_code_of
 
 if TYPE_CHECKING:
@@ -252,15 +254,17 @@ def _run_with_survivors(
         # torch makes its rendezvous by this name.
         api.rdzv_registry = Registry(api.rdzv_registry, job.look)  # type: ignore[assignment]
     code, at_once = 1, False
+    gate: Gate | None = None
     lost_agents = []  # each keeps torch's rendezvous, which a thread may still use
     try:
         while True:
             try:
-                code = _take_part(parsed, settings, engine, record, job)
+                code = _take_part(parsed, settings, engine, record, job, gate)
                 break
             except (waiting.MovedError, waiting.StoreLostError) as error:  # nothing was started here
                 output.tell(f"[ttp] {error}")
                 parsed.ttp_spare |= isinstance(error, waiting.PlaceLostError)
+                gate = error.gate if isinstance(error, waiting.FullJobError) else None
                 lost_agents.append(record.end_agent)
                 at_once, record.end_agent = record.end_agent() or at_once, lambda: False
                 if isinstance(error, waiting.StoreLostError) and not job.moves():
@@ -300,8 +304,12 @@ def _take_part(
     engine: engines.Engine,
     record: RunRecord,
     job: MovedJob,
+    gate: Gate | None,
 ) -> int:
     """Find the job and take part in it, as a node or as a spare node; return the exit code.
+
+    Args:
+        gate: where this node waits as a spare node; None: `parsed` says whether this node is a spare node.
 
     Raises:
         MovedError: the job is elsewhere, or takes this node as a spare node: the next call goes there.
@@ -309,17 +317,20 @@ def _take_part(
     """
     from adaptor.launchers.rendezvous import rendezvous_store
 
-    if engine.has_own_agent:
+    record.taken = None  # a place that could not be taken
+    if engine.has_own_agent and gate is None:
         job.find()
-    if parsed.ttp_spare:
+    if parsed.ttp_spare or gate is not None:
         assert record.common is not None
-        taken = spare_node.wait(parsed, settings, record.common, job.look)
+        taken = spare_node.wait(parsed, settings, record.common, job.look, gate)
         if not isinstance(taken, spare_node.Taken):
             output.tell("[ttp] the job is over; this spare node was not needed")
             return int(taken.failed and job.comes_back)
         record.taken = taken
         parsed.node_rank = taken.place.node
-        if taken.place.store is not None:
+        if taken.place.node == 0 and gate is not None:  # the store of the job is lost with node 0
+            rendezvous_store.go_to_store(parsed, Endpoint(taken.address, 0), is_host=True)
+        elif taken.place.store is not None:
             rendezvous_store.go_to_store(parsed, taken.place.store)
     return run_to_the_last_line(parsed, engine, record)
 

@@ -13,7 +13,7 @@ taken for lost trains on without further heartbeats; a new node then begins the 
 an agent takes another node for lost when its heartbeat has not changed for torch's limit
 (`keep_alive_interval` times `keep_alive_max_attempt`) on the agent's own clock; between two looks at most a
 third of the limit counts, so that a paused agent reads new heartbeats before judging. No agent takes its own
-node for lost, and a node that was removed from its round comes back.
+node for lost, and a node that was removed from its round comes back, unless a spare node has its number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from adaptor.launchers.rendezvous.waiting import plain_node
+from adaptor.launchers.rendezvous.waiting import MEETS, MovedError, plain_node
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,6 +100,9 @@ class SignsOfLife:
     Args:
         handler: torch's, before its first look.
         clock: seconds, monotonic.
+
+    Attributes:
+        look_outside: is called after each look; an exception ends torch's wait for a meeting.
     """
 
     def __init__(self, handler: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,6 +115,7 @@ class SignsOfLife:
         self._seen: dict[Any, _Heartbeat] = {}
         self._round: int | None = None  # the complete round of this node
         self._rank = 0
+        self.look_outside: Callable[[], None] | None = None
         self._remove_silent: Callable[[], None] = self._holder._sanitize
         self._holder._sanitize = self._look
 
@@ -131,6 +135,29 @@ class SignsOfLife:
         """Keep the node in the current complete round, in which it has `rank`."""
         self._round, self._rank = self._holder.state.round, rank
 
+    def take(self, rank: int) -> None:
+        """Put the node into the present round with the `rank` of a lost node: nobody meets.
+
+        Raises:
+            MovedError: the nodes meet again meanwhile.
+            RendezvousConnectionError: the store does not answer.
+        """
+        self._holder.sync()
+        has_written: bool | None = False
+        while not has_written:
+            state = self._holder.state
+            if not state.complete and state.round:
+                raise MovedError(MEETS)
+            for node in [node for node, number in state.participants.items() if number == rank]:
+                del state.participants[node]
+                state.last_heartbeats.pop(node, None)
+            state.complete = True  # in the new store of a spare node in the place of node 0 no node has met
+            state.participants[self._node] = rank
+            state.last_heartbeats[self._node] = datetime.now(timezone.utc)
+            self.enter(rank)
+            self._holder.mark_dirty()
+            has_written = self._holder.sync()
+
     def leave(self) -> None:
         """Let the node leave its round."""
         self._round = None
@@ -148,6 +175,8 @@ class SignsOfLife:
         }
         self._remove_silent()
         state.last_heartbeats = {node: signs[node] for node in state.last_heartbeats}
+        if self.look_outside is not None:
+            self.look_outside()
 
     def _see(self, node: Any, sign: datetime, passed_s: float) -> _Heartbeat:
         signs_before = self._seen.get(node)
@@ -160,7 +189,8 @@ class SignsOfLife:
         """Put the node back after another agent has removed it, and let torch renew the heartbeat."""
         if self._node in state.last_heartbeats:  # in the future after this machine's clock was set back
             state.last_heartbeats[self._node] = min(state.last_heartbeats[self._node], wall_clock)
-        if state.complete and state.round == self._round and self._node not in state.participants:
+        is_out = state.round == self._round and self._node not in state.participants
+        if state.complete and is_out and self._rank not in state.participants.values():
             state.participants[self._node] = self._rank
             state.last_heartbeats[self._node] = wall_clock
             self._holder.mark_dirty()

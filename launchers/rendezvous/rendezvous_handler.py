@@ -20,16 +20,19 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptor import output
 from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store
+from adaptor.launchers.rendezvous.dynamic_nodes import SignsOfLife
 from adaptor.launchers.rendezvous.rendezvous_store import FixedNodes, NextStore
 from adaptor.launchers.rendezvous.waiting import (
     AGAIN_S,
     FIRST_S,
+    FullJobError,
     Interrupted,
     NotTakenInError,
     StoreLostError,
     wait_for,
 )
 from adaptor.protocol.messages import Endpoint
+from adaptor.protocol.spare_messages import Gate
 
 # Seconds between two checks of the agent with the store whether the others have left, which takes
 # milliseconds; and the limit: another agent may be lost, and on a busy machine an agent takes seconds to
@@ -106,6 +109,8 @@ class Rendezvous:
 
     Attributes:
         ends_with_node_0: the store is in the process of node 0; with c10d known after a meeting
+        is_fixed: nodes have the numbers that they were given
+        most_nodes: as the argument
     """
 
     def __init__(
@@ -122,8 +127,9 @@ class Rendezvous:
         self._look = look
         self._next_store = next_store
         self._where = endpoint
-        self._most = most_nodes
+        self.most_nodes = most_nodes
         self._static = FixedNodes(handler) if handler.get_backend() == "static" else None
+        self.is_fixed = self._static is not None
         self._signs = dynamic_nodes.watch(handler)
         self._has_store = self._static.is_host if self._static is not None else has_store
         self.ends_with_node_0 = self._static is not None
@@ -132,6 +138,8 @@ class Rendezvous:
         self._tell_of_end: Callable[[], None] | None = None
         self._interrupted = False
         self._has_met = False
+        self._place: int | None = None
+        self._find_gate: Callable[[Store], Gate | None] = lambda store: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -172,6 +180,74 @@ class Rendezvous:
             return 0
         return waiting + (self._signs.nodes_that_meet if self._signs is not None else 0)
 
+    # the places of lost nodes
+
+    def look_for_gate(self, find_gate: Callable[[Store], Gate | None]) -> None:
+        """Let this node wait as a spare node (`FullJobError`), where the job trains without it.
+
+        Args:
+            find_gate: returns the gate for spare nodes from the store of a round; None if there is no gate.
+        """
+        self._find_gate = find_gate
+        if self._signs is not None and self.store_of_all_rounds is not None:
+            self._signs.look_outside = self._go_to_gate
+
+    def _go_to_gate(self) -> None:
+        if self._is_outside and (gate := self._find_gate(self._handler._get_store())) is not None:
+            raise FullJobError(gate)
+
+    def take_place(self, number: int) -> None:
+        """Let the next meeting be none: this spare node joins training as node `number`."""
+        self._place = number
+
+    def _join(self, number: int) -> Any:
+        """Let torch's handler find this node in the present round, in place of waiting for the next round."""
+        assert self._signs is not None
+        handler = self._handler
+        executor, handler._op_executor = handler._op_executor, _TakesPlace(self._signs, number)
+        try:
+            info = handler.next_rendezvous()
+        finally:
+            handler._op_executor = executor
+        # Other nodes may be lost, too, or may not have come to the new store yet.
+        return type(info)(info.store, info.rank, self.most_nodes, info.bootstrap_store_info)
+
+    def own_store(self, address: str) -> tuple[Endpoint, Store] | None:
+        """Open the store of this spare node, in the place of node 0; return the address, and the store.
+
+        Args:
+            address: of this node.
+        """
+        if not self.is_fixed:  # open since the start of this node (`rendezvous_store.go_to_store`)
+            endpoint = Endpoint(address, int(self._handler._store.port))
+            self._where = f"{endpoint.address}:{endpoint.port}"
+            return endpoint, self._handler._get_store()
+        opened = self.open_store(address)
+        if opened is None:
+            return None
+        store = self.store_at(opened)
+        self.move(opened, 0)
+        return opened, store
+
+    def come_to(self, endpoint: Endpoint, number: int) -> tuple[Store, str, int]:
+        """Come to the store of a spare node in the place of node 0, while workers train.
+
+        Args:
+            number: of this node.
+
+        Returns:
+            The store of the present round, and the address of the workers' store.
+        """
+        if self.is_fixed:
+            store = self.store_at(endpoint)
+            self.move(endpoint, number)
+            return store, endpoint.address, endpoint.port
+        self.move(endpoint, number)
+        self.take_place(number)
+        info = self.next_rendezvous()
+        workers_store = info.bootstrap_store_info
+        return info.store, workers_store.master_addr, int(workers_store.master_port)
+
     # after the loss of node 0
 
     def open_store(self, address: str) -> Endpoint | None:
@@ -194,11 +270,12 @@ class Rendezvous:
             number: the number of this node from now on, with fixed numbers; 0: of the node with the store.
         """
         assert self._next_store is not None
+        is_here = self._has_store and self._where == f"{endpoint.address}:{endpoint.port}"
         self._where = f"{endpoint.address}:{endpoint.port}"
         self._has_store = number == 0
         if self._static is not None:
             self._static.move(self._handler, self._next_store.store_of_agents, endpoint, number)
-        else:
+        elif not is_here:
             self._handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
             self._signs = dynamic_nodes.watch(self._handler)
 
@@ -209,7 +286,7 @@ class Rendezvous:
             look_again: is called as `look` of the registry is, but for a node that has met others before.
         """
         try:
-            first_s = AGAIN_S if self._most == 1 else FIRST_S
+            first_s = AGAIN_S if self.most_nodes == 1 else FIRST_S
             look = look_again if self._has_met else self._look
             wait_for(
                 work,
@@ -251,8 +328,11 @@ class Rendezvous:
                 time.sleep(_LOOK_FOR_END_S)
 
     def shutdown(self) -> bool:
-        """End the rendezvous for all nodes; after a signal to this node alone do nothing, as torchrun."""
-        has_ended = self._interrupted or bool(self._handler.shutdown())
+        """End the rendezvous for all nodes, unless the others go on.
+
+        As torchrun, do nothing after a signal to this node alone.
+        """
+        has_ended = self._interrupted or self._is_left_out or bool(self._handler.shutdown())
         if self._tell_of_end is not None:
             with contextlib.suppress(RuntimeError):  # the store is lost: nobody waits
                 self._tell_of_end()
@@ -269,7 +349,8 @@ class Rendezvous:
             # and the others would go to a node that may be lost.
             self._handler._bootstrap_store_info = None
             try:
-                info = self._handler.next_rendezvous()
+                place, self._place = self._place, None
+                info = self._handler.next_rendezvous() if place is None else self._join(place)
                 self._has_met = True
                 if self.store_of_all_rounds is not None:
                     self.ends_with_node_0 = bool(self.store_of_all_rounds.check([_OF_AN_AGENT]))
@@ -305,6 +386,15 @@ class Rendezvous:
         return holder.state.complete and self._handler._this_node not in holder.state.participants
 
     @property
+    def _is_left_out(self) -> bool:
+        """Return whether other nodes train without this node, which has lost its place, or had none."""
+        if self._signs is None:
+            return False
+        state = self._handler._state_holder.state
+        goes_on = bool(state.participants) if self._has_met else state.complete or state.round > 0
+        return goes_on and self._handler._this_node not in state.participants
+
+    @property
     def _longest_meeting_s(self) -> float:
         """Return the longest meeting, in seconds; infinite: a job that trains may take this node in later.
 
@@ -331,12 +421,23 @@ class Rendezvous:
     def missing(self) -> str:
         """Return the nodes that this node waits for, in words."""
         trouble = self._static.trouble if self._static is not None else ""
-        if self._most == 1:
+        if self.most_nodes == 1:
             return _with(trouble, _OWN_STORE)
         if self._trains_without_this_node:
             return f"the job at {self._where}, which trains, to take this node in"
         missing_text = self._static.missing if self._static is not None else _missing_of(self._handler)
         return _with(trouble, f"{missing_text or 'the other nodes'} at {self._where}")
+
+
+class _TakesPlace:
+    """In the place of torch's operations for a meeting: takes the place of a lost node."""
+
+    def __init__(self, signs: SignsOfLife, rank: int) -> None:
+        self._signs, self._rank = signs, rank
+
+    def run(self, *operation: object) -> None:
+        """Take the place, at the first of torch's two operations."""
+        self._signs.take(self._rank)
 
 
 class LaterNodes:

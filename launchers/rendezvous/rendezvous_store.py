@@ -456,12 +456,14 @@ class MovedJob:
             )
 
 
-def go_to_store(parsed: argparse.Namespace, store: Endpoint) -> None:
-    """Let the flags name the open `store`."""
+def go_to_store(parsed: argparse.Namespace, store: Endpoint, *, is_host: bool = False) -> None:
+    """Let the flags name `store`, which is open, or which this node is to open (c10d, `is_host`)."""
     if parsed.rdzv_backend == "static":
         parsed.master_addr, parsed.master_port = store.address, store.port
     else:
         settings = utils._parse_rendezvous_config(parsed.rdzv_conf)
-        parsed.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**settings, "is_host": "0"}.items())
+        parsed.rdzv_conf = ",".join(
+            f"{name}={value}" for name, value in {**settings, "is_host": int(is_host)}.items()
+        )
     if parsed.rdzv_backend != "static" or parsed.rdzv_endpoint:
         parsed.rdzv_endpoint = f"{store.address}:{store.port}"

@@ -35,6 +35,7 @@ from adaptor import output, text
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags
 from adaptor.protocol.environment import BY_HAND, ending_signals
+from adaptor.protocol.spare_messages import Gate
 
 # Seconds before the first line: nodes started together meet faster.
 FIRST_S = 1.5
@@ -57,6 +58,8 @@ _TAKEN = "EADDRINUSE"
 # The further time for the answer of a store, which answers at the time-out of a question at the latest. torch
 # waits without a limit where the process of the store is stopped, or its machine is switched off.
 ANSWERS_S = 5.0
+# A spare node of c10d has no place to take.
+MEETS = "all workers of the job start again: this node meets the others"
 # torch's limits of waits for other nodes, by the key of --rdzv-conf: with --node-rank and without.
 _TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
 
@@ -294,6 +297,18 @@ class MovedError(NotTakenInError):
 
 class PlaceLostError(MovedError):
     """The job trains, and a process before this one was the node with this number: this one is a spare."""
+
+
+class FullJobError(MovedError):
+    """The job trains on all of its nodes: this node waits at a gate as a spare node.
+
+    Attributes:
+        gate: of the node with the controller.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__("the job trains on all of its nodes: this node waits as a spare node")
+        self.gate = gate
 
 
 class OtherSideError(RendezvousError):

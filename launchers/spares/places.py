@@ -22,10 +22,20 @@ OPENED_S = 10.0
 _FILLED, _LEFT = "1", "0"
 
 
+def find_gate(store: Store) -> Gate | None:
+    """Return the gate for spare nodes from the store of a round; None if there is no gate."""
+    keys = PrefixStore(PREFIX, store)
+    with contextlib.suppress(RuntimeError):  # the node of the store is lost
+        if keys.check([GATE]) and (encoded := bytes(keys.get(GATE))):
+            return msgspec.json.decode(encoded, type=Gate)
+    return None
+
+
 class Places:
-    """The places of nodes with fixed numbers, in the rendezvous store.
+    """The places of nodes, in the rendezvous store.
 
     Args:
+        store: lasts as long as the numbers of nodes.
         place: the place that this node has taken as a spare; None: its original place.
     """
 
@@ -39,6 +49,11 @@ class Places:
         encoded = msgspec.json.encode(gate).decode()
         for key in (GATE, f"{GATE}/{term}"):
             self._store.set(key, encoded)
+
+    def close_gate(self) -> None:
+        """Let nodes find no gate: they meet the others, which start again."""
+        with contextlib.suppress(RuntimeError):  # the node of the store is lost
+            self._store.set(GATE, "")
 
     def gate(self, term: int) -> Gate | None:
         """Return the gate at the controller of `term`, opened at once; None if the store does not answer."""

@@ -7,6 +7,9 @@ Invariants: a waiting spare has no place in the rendezvous and no worker; a plac
 that have just answered, and only if each lost node gets a spare; the new owner is written before any worker
 starts again, so an agent that was taken for lost cannot return to its place.
 
+With c10d, whose nodes get new numbers at each restart, the gate is open while the job has all of its nodes.
+At a restart as many spares meet the other nodes as places are empty, and the gate forgets all numbers.
+
 The connection of a spare lasts as long as its process, so the loss of a spare with a place is noticed before
 its agent connects to the controller. The other agents of the job also keep a connection to the gate: between
 two starts of the workers no controller would notice their loss. A connection may end alone, in a pause of
@@ -72,7 +75,6 @@ COMES_S = 20.0
 # by themselves, as this node has, and the save has taken time, too.
 MOVES_S = 5.0
 _NONE_WAITS = "no spare node waits"
-_NO_GATE = "only jobs with --node-rank and a fixed --nnodes have spare nodes"
 
 
 class StartCounts(NamedTuple):
@@ -168,6 +170,13 @@ class SpareGate:
         for spare in spares:
             spare.writer.close()
 
+    def release(self, count: int) -> None:
+        """Have `count` spares meet the other nodes: all workers start again, and nodes get new numbers."""
+        self._owners, self._newest, self.gone, self._next_gates = {}, {}, {}, {}
+        for spare in self._waiting[:count]:
+            spare.writer.write(wire.frame(SpareReleased(meets=True)))
+        del self._waiting[:count]
+
     async def await_spares(self, count: int, limit_s: float) -> None:
         """Wait for `count` spares, at most `limit_s` seconds; not again after a wait in vain."""
         if self._has_waited:
@@ -239,10 +248,10 @@ class SpareGate:
         for spare in self._waiting:
             spare.writer.write(wire.frame(SpareImports(imports)))
 
-    async def close(self, *, failed: bool = False) -> None:
-        """Release the spares: the job is over; `failed` as in `SpareReleased`."""
+    async def close(self, *, failed: bool = False, meets: bool = False) -> None:
+        """Release the spares; `failed` and `meets` as in `SpareReleased`."""
         for spare in self._waiting:
-            spare.writer.write(wire.frame(SpareReleased(failed)))
+            spare.writer.write(wire.frame(SpareReleased(failed, meets)))
         if self._listener is not None:
             await self._listener.close()
         self._rejected.close()
@@ -379,6 +388,21 @@ def _difference(spare: SpareHello, own_hello: SpareHello) -> str:
     return ""
 
 
+async def await_owners(
+    members: Membership, until: Callable[[Callable[[], bool], float], Awaitable[None]]
+) -> None:
+    """Wait, after a verdict, for the agents of spare nodes with places; forget places whose agent is late.
+
+    The controller ends with the generation, so a later agent would find no controller.
+
+    Args:
+        members, until: as in `fill_for_restart`.
+    """
+    await until(lambda: members.expected.keys() <= members.late, COMES_S)
+    for node in members.expected.keys() - members.late:
+        del members.expected[node]
+
+
 async def fill_for_restart(
     gate: SpareGate,
     members: Membership,
@@ -397,10 +421,7 @@ async def fill_for_restart(
         until: `ControllerHost.until` of the controller with the members.
         refuses: as in `SpareGate.fill`.
     """
-    # The controller ends with the generation, so a later agent would find no controller.
-    await until(lambda: members.expected.keys() <= members.late, COMES_S)
-    for node in members.expected.keys() - members.late:
-        del members.expected[node]
+    await await_owners(members, until)
     coming = {node: owner for node, owner in members.expected.items() if node in lost}
     empty = {node: members.ranks_of(node) for node in lost if node not in coming}
     if not empty:
@@ -451,7 +472,7 @@ async def fill_online(
             owners = await _fill_online(
                 gate, host.controller, order, places, counts, place_of_controller, claim
             )
-        reason = "" if owners else refusal or (_NONE_WAITS if gate is not None else _NO_GATE)
+        reason = "" if owners else refusal or _NONE_WAITS
         report(PlacesFilled(host.controller.home, order.incident, places, owners, reason))
         if not owners:
             return

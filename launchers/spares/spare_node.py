@@ -1,6 +1,7 @@
-"""A node beyond the nodes of a job, which waits to take the place of a lost node (`--ttp-spare`).
+"""A node beyond the nodes of a job, which waits to take the place of a lost node.
 
-The spare node finds the gate of node 0 (`spare_gate.py`) in the rendezvous store, and waits at the gate. Its
+The node has the flag `--ttp-spare`, or comes to a job of c10d that trains on all of its nodes. The spare node
+finds the gate of node 0 (`spare_gate.py`) in the rendezvous store, and waits at the gate. Its
 warm processes import what a worker of node 0 has imported, and become its workers when it takes a place
 during training.
 """
@@ -200,7 +201,7 @@ def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Co
     if parsed.standalone or parsed.rdzv_backend != "static" or parsed.nnodes.strip() in ("1", "1:1"):
         raise ConfigError(
             f"{FLAG}: give the job's own --nnodes (2 or more), --master-addr and --master-port; with"
-            " --rdzv-backend c10d any ttprun that is started later takes a free place, without this flag"
+            " --rdzv-backend c10d any ttprun that is started later waits as a spare node, without this flag"
         )
     fewest, _, most_nodes = parsed.nnodes.partition(":")
     if most_nodes and fewest.strip() != most_nodes.strip():
@@ -230,8 +231,16 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
     return SpareHello({**facts, **further_facts}, arguments, socket.gethostname(), os.getpid())
 
 
+class GatesLostError(StartError):
+    """The gate of the spare node is lost, and no other gate takes its place."""
+
+
 def wait(
-    parsed: argparse.Namespace, settings: Config, own_hello: SpareHello, look: Callable[[], None]
+    parsed: argparse.Namespace,
+    settings: Config,
+    own_hello: SpareHello,
+    look: Callable[[], None],
+    gate: Gate | None = None,
 ) -> Taken | SpareReleased:
     """Wait for a place, or until the job ends.
 
@@ -240,18 +249,38 @@ def wait(
     Args:
         own_hello: the facts that node 0 compares.
         look: as in `Registry`.
+        gate: where to wait; None: the store of the flags names the gate.
 
     Raises:
-        MovedError: the job has gone on elsewhere.
+        MovedError: the job has gone on elsewhere, or (with `gate`) this node meets the others.
+        StoreLostError: (with `gate`) node 0 is lost.
         ConfigError: node 0 refuses the spare.
         StartError: node 0 is lost, or cannot be reached.
         Interrupted: a signal came first.
     """
     from torch.distributed.elastic.rendezvous import utils
 
-    from adaptor.launchers.rendezvous.waiting import MovedError, wait_for
+    from adaptor.launchers.rendezvous.waiting import MEETS, MovedError, StoreLostError, wait_for
 
     warm = of_spare_node(parsed, settings)
+
+    def wait_at(gate: Gate) -> Taken | SpareReleased:
+        return wait_for(
+            lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm)),
+            lambda: "a place in the job, as a spare node",
+            quiet=True,
+        )
+
+    if gate is not None:
+        try:
+            taken = wait_at(gate)
+        except StartError as error:
+            warm.end()
+            raise (StoreLostError if isinstance(error, GatesLostError) else MovedError)(str(error)) from None
+        if isinstance(taken, SpareReleased) and taken.meets:
+            warm.end()
+            raise MovedError(MEETS)
+        return taken
     host, port = utils.parse_rendezvous_endpoint(flags.rendezvous_of(parsed), -1)
     gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"
 
@@ -264,11 +293,7 @@ def wait(
     except MovedError:
         warm.end()
         raise
-    return wait_for(
-        lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm)),
-        lambda: "a place in the job, as a spare node",
-        quiet=True,
-    )
+    return wait_at(gate)
 
 
 def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> Gate:
@@ -430,7 +455,7 @@ async def wait_at_gate(
             writer.close()
         next_gate = await _come_to_next_gate(gates, settings, context, own_hello)
         if next_gate is None:
-            raise StartError(
+            raise GatesLostError(
                 f"node 0 at {gate.address} is gone, and no other node has taken the job over: this spare"
                 " node ends"
             )

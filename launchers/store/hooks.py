@@ -305,7 +305,7 @@ class StoreHooks(AgentHooks):
                 f"--load is {load.url}: with TTP_ENGINE={engine} nothing is pulled: use ttp store pull, and"
                 " its folder"
             )
-        keeps = flags.may_have_spares(parsed)  # then nodes have numbers
+        keeps = parsed.rdzv_backend == "static" and flags.may_have_spares(parsed)
         self._resume = store_load.StoreResume(load, self._own.store_endpoint, keeps_ranks=keeps)
 
     def prepare(self) -> int:

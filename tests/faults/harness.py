@@ -203,7 +203,7 @@ class Job:
         options: arguments of the launcher.
         arguments: arguments of the training script, besides those of the layout.
         nodes: the number of agents, all on this machine; the processes are divided among them.
-        min_nodes: MIN of `--nnodes MIN:MAX`, where `nodes` is MAX; 0: a fixed number of nodes.
+        min_nodes: MIN of `--nnodes MIN:MAX` with c10d, where `nodes` is MAX; 0: nodes have fixed numbers.
         late_nodes: how many of the last nodes start only after a fault has struck.
         addresses: value of `--local-addr` for each node; c10d numbers the nodes in the order of addresses.
         spares: the number of spare nodes, all in the last namespace.
@@ -364,6 +364,8 @@ def run(job: Job, *, code: int | None = None) -> Ended:
                 # The other nodes start first, and reach the step of the fault.
                 has_struck = (job.out / "stamps").exists
                 waiting.written(job.out, has_struck, "a fault has struck", within_s=job.timeout_s)
+            if job.min_nodes and node == job.nodes:  # the first nodes that come have places
+                waiting.written(job.out, lambda: _trains(job), "all nodes train", within_s=job.timeout_s)
             with log.open("wb") as sink:
                 command = _command(job, node, ports[0])
                 start = subprocess.Popen if _cold(job) else warm.Warm
@@ -396,6 +398,10 @@ def run(job: Job, *, code: int | None = None) -> Ended:
     )
     assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
     return ended
+
+
+def _trains(job: Job) -> bool:
+    return "protected from step" in (job.out / "agent0.log").read_text(errors="replace")
 
 
 def _second_starts(job: Job) -> list[tuple[int, Path]]:
@@ -455,7 +461,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         host = job.network.address if job.network else "localhost"
         addresses = job.addresses or (job.network.addresses if job.network else ())
         command += ["--rdzv-endpoint", f"{host}:{port}", "--rdzv-id", "job"]
-        command += ["--local-addr", addresses[node]] if addresses else []
+        command += ["--local-addr", addresses[min(node, len(addresses) - 1)]] if addresses else []
     elif job.nodes > 1:
         command += ["--nnodes", str(job.nodes)]
         command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]

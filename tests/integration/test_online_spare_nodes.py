@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, namespaces, outcome
+from tests.faults.fault import AFTER_THE_VERDICTS
 from tests.faults.harness import DP2, DP2_MIRROR, DP4, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
@@ -63,6 +64,30 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     )
 
 
+def test_a_further_node_of_c10d_takes_the_place_of_a_lost_one(
+    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Without a flag: the job had all of its nodes. Later a rank on that node is replaced."""
+    job = online(
+        tmp_path,
+        DP4,
+        [
+            "rank=3,step=4,phase=backward,kind=agent-sigkill",
+            "rank=2,step=7,phase=update,kind=sigkill,restart=-1",
+        ],
+        nodes=2,
+        min_nodes=2,
+        spares=1,
+        network=network,
+        environment=PLAIN,
+        options=WARM,
+        restarts=1,
+    )
+    result = trains_on(job, baseline_of(DP4), incidents=2, lost_nodes=1)
+    place = " has the place of node 1, training goes on after step 3, 0 steps lost, "
+    assert result.logs[0].count(place) == 1
+
+
 def test_a_spare_node_is_lost_when_it_has_taken_the_place(
     network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
@@ -110,8 +135,19 @@ def test_an_agent_is_lost_in_the_recovery(
     assert result.logs[0].count(" takes the place of node 1; ") == lost
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_node_is_cut_off_and_lives_on(node: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize(
+    ("node", "min_nodes", "fault"),
+    [
+        (0, 0, "rank=0,step=4,phase=backward,kind=cut"),
+        (1, 0, "rank=0,step=4,phase=backward,kind=cut"),
+        # Otherwise its connections to the store are awaited for minutes.
+        (1, 2, f"rank=0,step=4,phase=backward,kind=cut,heals={AFTER_THE_VERDICTS}"),
+    ],
+    ids=["node-0", "node-1", "node-1-of-c10d"],
+)
+def test_a_node_is_cut_off_and_lives_on(
+    node: int, min_nodes: int, fault: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
     """It has a whole copy, and saves that; it harms nothing of those that go on with the spare node.
 
     Node 0 takes itself for the side that goes on, but the spare node does not answer there.
@@ -122,8 +158,9 @@ def test_a_node_is_cut_off_and_lives_on(node: int, tmp_path: Path, baseline_of: 
         job = online(
             tmp_path,
             DP2,
-            ["rank=0,step=4,phase=backward,kind=cut"],
+            [fault],
             nodes=2,
+            min_nodes=min_nodes,
             spares=1,
             network=network,
             environment=PLAIN,

@@ -36,6 +36,28 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
     outcome.assert_same_training(result, baseline_of(DP2).records)
 
 
+def test_further_nodes_of_c10d_meet_the_others_in_a_restart(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """One for each lost node; the other one waits on."""
+    job = job_in(
+        tmp_path,
+        DP2,
+        nodes=2,
+        min_nodes=2,
+        spares=2,
+        restarts=2,
+        options=("--ttp-online", "0"),
+        faults=[
+            "rank=1,step=4,phase=backward,kind=agent-sigkill",
+            "rank=1,step=6,phase=backward,kind=agent-sigkill,restart=1",
+        ],
+    )
+    result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137, 137], result.log[-5000:]
+    assert result.log.count("all workers of the job start again: this node meets the others") == 2
+    assert "restart 2 of 2" in result.logs[0]
+    outcome.assert_same_training(result, baseline_of(DP2).records)
+
+
 def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:

@@ -26,15 +26,22 @@ def network() -> Iterator[Namespaces]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "spares", "second"),
+    ("layout", "spares", "second", "min_nodes"),
     [
-        (DP3_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill"),
-        (DP2_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill"),
+        (DP3_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill", 0),
+        (DP3_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill", 3),
+        (DP2_MIRROR, 2, "rank=1,phase=regroup,kind=agent-sigkill", 0),
     ],
-    ids=["of-3", "of-2"],
+    ids=["of-3", "of-3-c10d", "of-2"],
 )
 def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node_0(
-    layout: Layout, spares: int, second: str, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout,
+    spares: int,
+    second: str,
+    min_nodes: int,
+    network: Namespaces,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
 ) -> None:
     """All start again from the published step, at the store of that spare node."""
     job = online(
@@ -42,6 +49,7 @@ def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node
         layout,
         [LOST, second],
         nodes=layout.processes,
+        min_nodes=min_nodes,
         spares=spares,
         network=network,
         environment={"TTP_TLS": "plain"},
@@ -53,8 +61,9 @@ def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node
     outcome.assert_same_training(ended, baseline_of(layout).records)
 
 
+@pytest.mark.parametrize("min_nodes", [0, 2], ids=["static", "c10d"])
 def test_the_recovery_fails_when_a_spare_node_has_the_place_of_node_0(
-    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+    min_nodes: int, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """Two new processes of a rank end: all start again at the store of that spare node."""
     again = [f"rank=0,phase={phase},kind=sigkill,restart=-1" for phase in ("get", "exchange")]
@@ -63,6 +72,7 @@ def test_the_recovery_fails_when_a_spare_node_has_the_place_of_node_0(
         DP2_MIRROR,
         [LOST, *again],
         nodes=2,
+        min_nodes=min_nodes,
         spares=1,
         network=network,
         environment={"TTP_TLS": "plain"},
@@ -74,8 +84,9 @@ def test_the_recovery_fails_when_a_spare_node_has_the_place_of_node_0(
     outcome.assert_same_training(ended, baseline_of(DP2_MIRROR).records)
 
 
+@pytest.mark.parametrize("min_nodes", [0, 4], ids=["static", "c10d"])
 def test_node_0_and_another_node_are_lost_at_once(
-    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+    min_nodes: int, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """One spare node takes the place of node 0, and another comes to its store."""
     layout = Layout("dp4-mirror", 4, replica="mirror")
@@ -84,6 +95,7 @@ def test_node_0_and_another_node_are_lost_at_once(
         layout,
         [LOST, "rank=2,step=4,phase=backward,kind=agent-sigkill"],
         nodes=4,
+        min_nodes=min_nodes,
         spares=2,
         network=network,
         environment={"TTP_TLS": "plain"},

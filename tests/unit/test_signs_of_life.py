@@ -22,7 +22,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from adaptor.launchers.rendezvous.dynamic_nodes import SignsOfLife
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
-from adaptor.launchers.rendezvous.waiting import NotTakenInError
+from adaptor.launchers.rendezvous.waiting import FullJobError, MovedError, NotTakenInError
+from adaptor.launchers.spares.places import Places, find_gate
+from adaptor.protocol.spare_messages import Gate
 from tests import waiting
 from tests.unit.threads import Thread
 
@@ -151,6 +153,84 @@ def test_a_node_that_another_one_has_removed_comes_back(around: Around) -> None:
     assert around.state.participants == {OTHER: 1}
 
 
+def test_a_node_takes_the_number_of_a_lost_one_which_does_not_come_back(around: Around) -> None:
+    signs, holder = around.signs()
+    signs.take(rank=1)
+    assert around.state.participants == {ME: 1}, "it was node 0 before"
+    around.change(lambda state: state.participants.update({THIRD: 1}) or state.participants.pop(ME))
+    for _ in range(2):
+        holder.sync()
+    assert around.state.participants == {THIRD: 1}
+
+
+def test_no_place_is_taken_while_the_nodes_meet_again(around: Around) -> None:
+    """All workers start again before the spare node has come."""
+    signs, _ = around.signs()
+
+    def begin_the_next_round(state: Any) -> None:
+        state.round, state.complete, state.participants = 1, False, {OTHER: 0}
+
+    around.change(begin_the_next_round)
+    with pytest.raises(MovedError, match="this node meets the others"):
+        signs.take(rank=1)
+    assert around.state.participants == {OTHER: 0}
+
+
+def test_two_nodes_take_places_at_the_same_time(around: Around) -> None:
+    """The second one writes between the look and the write of the first one."""
+    signs, holder = around.signs()
+    sync = holder.sync
+
+    def sync_late() -> Any:
+        if holder._dirty and THIRD not in around.state.participants:
+            around.change(lambda state: state.participants.update({THIRD: 2}))
+        return sync()
+
+    holder.sync = sync_late
+    signs.take(rank=1)
+    assert around.state.participants == {ME: 1, THIRD: 2}
+
+
+def test_a_spare_node_finds_the_gate_and_joins_the_round() -> None:
+    """The node that comes later is told of the gate, takes the place of the lost node, and nobody meets."""
+    around = Around()
+    nodes = [_agent(around.port, f"127.0.0.{number}", 2) for number in (1, 2)]
+    with Thread(nodes[1].next_rendezvous):
+        first = nodes[0].next_rendezvous()
+    gate = Gate("node0", "an invitation")
+    later = _agent(around.port, "127.0.0.3", 2)
+    later.look_for_gate(find_gate)
+    with pytest.raises(FullJobError) as told, Thread(later.next_rendezvous):
+        Places(first.store, 0, None).announce(gate, 0)
+    assert told.value.gate == gate
+    later.shutdown()
+    assert not nodes[0].is_closed(), "the others train on"
+
+    spare = _agent(around.port, "127.0.0.3", 2)
+    spare.take_place(1)
+    joined = spare.next_rendezvous()
+    assert (joined.rank, joined.world_size) == (1, 2)
+    first.store.set("key", "of the round")
+    assert joined.store.get("key") == b"of the round"
+    assert sorted(around.state.participants.values()) == [0, 1]
+    assert spare._this_node in around.state.participants
+    waiting.until(lambda: _is_out(nodes[1]), "the replaced node sees that", pause_s=0.1)
+    nodes[1].shutdown()
+    assert not nodes[0].is_closed(), "the others train on"
+    for node in (*nodes, spare):
+        node._stop_heartbeats()
+
+
+def test_a_gate_that_is_closed_is_not_found(around: Around) -> None:
+    store = TCPStore("127.0.0.1", around.port, is_master=False)
+    places = Places(store, 0, None)
+    assert find_gate(store) is None
+    places.announce(Gate("node0", "an invitation"), 0)
+    assert find_gate(store) is not None
+    places.close_gate()
+    assert find_gate(store) is None
+
+
 def test_nodes_that_meet_without_this_one_are_counted(around: Around) -> None:
     signs, holder = around.signs()
     holder.sync()
@@ -176,6 +256,11 @@ def test_a_node_that_comes_after_a_pause_waits_for_the_job() -> None:
     late = _agent(around.port, "127.0.0.2", most=2)
     with pytest.raises(NotTakenInError), Thread(late.next_rendezvous):
         _seen_by(first, late, around.port)
+
+
+def _is_out(node: Rendezvous) -> bool:
+    node._state_holder.sync()  # served from a cache for a second
+    return node._this_node not in node._state_holder.state.participants
 
 
 def _seen_by(first: Rendezvous, late: Rendezvous, port: int) -> None:
