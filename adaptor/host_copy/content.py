@@ -134,11 +134,12 @@ def write(
     """
     shards = own_shards(trainee.state.optimizer)
     weights = frozen(trainee.state.model)
-    kinds = [
-        (tensor.dtype, tensor.numel())
-        for _, optimizer in shards
-        for tensor in (*twin.params(optimizer), *optimizer_state.tensors_of(optimizer))
-    ]
+    kinds: list[tuple[torch.dtype, int]] = []
+    for _, optimizer in shards:
+        has_storage = optimizer_state.storage_of(optimizer) is not None  # whose values are in float32
+        params = twin.params(optimizer)
+        kinds += [(torch.float32 if has_storage else param.dtype, param.numel()) for param in params]
+        kinds += [(tensor.dtype, tensor.numel()) for tensor in optimizer_state.tensors_of(optimizer)]
     kinds += [(weight.dtype, weight.numel()) for weight in weights]
     index = msgspec.msgpack.encode(
         _Index(

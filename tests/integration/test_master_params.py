@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults import scenario
+from tests.faults import harness, outcome, scenario
 from tests.faults.harness import DP2, Job
 from tests.integration.test_fp8 import MOMENTS, WITH_TRANSFORMER_ENGINE, baseline_of
 from tests.integration.test_online import online, trains_on
@@ -63,3 +63,21 @@ def test_a_restart_does_not_load_the_mark_of_padding(tmp_path: Path) -> None:
 def test_only_the_failed_rank_is_replaced(tmp_path: Path) -> None:
     faults = ["rank=0,step=6,phase=backward,kind=sigkill"]
     trains_on(online(tmp_path, MIRROR, faults, environment=WITH_TRANSFORMER_ENGINE), baseline_of(MIRROR))
+
+
+def test_copies_in_host_memory(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        replace(MIRROR, replica="none"),
+        save=tmp_path / "save",
+        restarts=1,
+        options=("--ttp-host-copy", "2"),
+        faults=["rank=1,step=8,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any(line.startswith("[ttp] step 6 is written from the copies") for line in ended.said), ended.said
+    baseline = baseline_of(MIRROR)
+    scenario.assert_as_saved(tmp_path / "save", (6,), baseline)
+    outcome.assert_same_training(ended, baseline.records)
