@@ -362,36 +362,30 @@ async def test_a_spare_goes_home_when_the_job_is_over(failed: bool, settings: co
     assert await spare == SpareReleased(failed)
 
 
-def test_as_many_spares_meet_the_others_as_places_are_empty(settings: config.Config) -> None:
+async def test_as_many_spares_meet_the_others_as_places_are_empty(settings: config.Config) -> None:
     """The others wait on; what the gate knew of nodes by their numbers is no more."""
-
-    async def work() -> None:
-        gate = _gate(settings)
-        found = await gate.open("127.0.0.1")
-        spares = [
-            asyncio.ensure_future(wait_at_gate(_at(found), settings, MINE, WarmProcesses([], 0)))
-            for _ in range(2)
-        ]
-        member = await stay_at_gate(
-            found, "127.0.0.1", credentials.load(settings), MemberHello(1, (1,), "a", 1)
-        )
-        await _waits(gate, 2)
-        gate.release(1)
-        (done, waiting_on) = await asyncio.wait(spares, return_when=asyncio.FIRST_COMPLETED)
-        assert [spare.result() for spare in done] == [SpareReleased(meets=True)]
-        assert gate.waiting == 1
-        assert member is not None
-        member.close()
-        assert await gate.fill({1: (1,)}, StartCounts())
-        await asyncio.wait(waiting_on)
-        assert not gate.gone
-        await gate.close()
-        for spare in waiting_on:
-            taken = spare.result()
-            assert isinstance(taken, Taken)
-            taken.connection.close()
-
-    _run(work())
+    gate, invitation = await _opened(settings)
+    spares = [
+        asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+        for _ in range(2)
+    ]
+    hello = MemberHello(1, (1,), "a", 1)
+    member = await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), hello)
+    await _waits(gate, 2)
+    gate.release(1)
+    done, waiting_on = await asyncio.wait(spares, return_when=asyncio.FIRST_COMPLETED)
+    assert [spare.result() for spare in done] == [SpareReleased(meets=True)]
+    assert gate.waiting == 1
+    assert member is not None
+    member.close()
+    assert await gate.fill({1: (1,)}, StartCounts())
+    await asyncio.wait(waiting_on)
+    assert not gate.gone
+    await gate.close()
+    for spare in waiting_on:
+        taken = spare.result()
+        assert isinstance(taken, Taken)
+        taken.connection.close()
 
 
 @pytest.mark.parametrize(
