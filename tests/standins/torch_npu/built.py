@@ -92,18 +92,6 @@ def npu_gmm_backward(
     return npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)[0], [of_weight], []
 
 
-def npu_groupmatmul_add_fp32(x: torch.Tensor, dy: torch.Tensor, group_list: Any, grad: torch.Tensor) -> None:
-    """Add the gradient of each group's weight to `grad`."""
-    rows = _groups(group_list, 0)
-    added = torch.stack([x[part].t().float() @ dy[part].float() for part in rows])
-    grad.add_(added.view_as(grad))
-
-
-def npu_matmul_add_fp32(grad_output: torch.Tensor, total_input: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add the gradient of a weight to `grad`."""
-    grad.add_(grad_output.t().float() @ total_input.float())
-
-
 _GROUPED = SimpleNamespace(
     npu_gmm=npu_gmm, npu_gmm_backward=npu_gmm_backward, npu_gmm_backward_fusion=npu_gmm_backward_fusion
 )
@@ -113,8 +101,6 @@ _BUILT = {
     ),
     "grouped_matmul": _GROUPED,
     "grouped_matmul_v2": _GROUPED,
-    "npu_groupmatmul_add_fp32": SimpleNamespace(npu_groupmatmul_add_fp32=npu_groupmatmul_add_fp32),
-    "npu_matmul_add_fp32": SimpleNamespace(npu_matmul_add_fp32=npu_matmul_add_fp32),
     "algorithm": SimpleNamespace(reuse_data_ptr=reuse_data_ptr),
     "npu_apply_fused_adamw_v2": SimpleNamespace(npu_apply_fused_adamw_v2=npu_apply_fused_adamw_v2),
 }
