@@ -1,4 +1,4 @@
-"""`machine`: an accelerator of threads in the place of torch.cuda, or of torch_npu."""
+"""`machine`: an accelerator made of threads that replaces torch.cuda or torch_npu."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.device.recording import Machine
 from tests.unit.threads import LONG_S
 
 LANDING = 64  # bytes, so that small tensors take several parts
-SHORT_S = 0.2  # for what never ends
+SHORT_S = 0.2  # limit for work that never ends
 NAMES = ("Event", "Stream", "current_stream", "device", "stream", "synchronize")
 
 
@@ -31,22 +31,22 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    made = Machine("meta:1")
+    machine_under_test = Machine("meta:1")
     if kind == "cuda":
         for name in NAMES:
-            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+            monkeypatch.setattr(torch.cuda, name, getattr(machine_under_test, name))
     else:
-        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=made))
-    _memory_is_written_down(made, monkeypatch)
-    yield made
-    # What was given up may only begin now, and must not find torch's own functions.
-    for stream in made.made:
+        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=machine_under_test))
+    _memory_is_written_down(machine_under_test, monkeypatch)
+    yield machine_under_test
+    # Abandoned work may start only now, and must not call torch's real functions.
+    for stream in machine_under_test.made:
         stream.unblock()
-    # A thread of the reserve has that name while it has something to do.
+    # A reserve thread has that name while it is busy.
     waiting.until(
         lambda: all(thread.name != "ttp-device" for thread in threading.enumerate()), "they are done"
     )
-    made.close()
+    machine_under_test.close()
 
 
 def _memory_is_written_down(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +75,10 @@ def device(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Acce
 
 
 def in_a_thread(act: Any) -> Any:
-    """What `act` returns, in the thread of a dump."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(act()), name="dump", daemon=True)
+    """Return the result of `act`, run in the thread of a dump."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(act()), name="dump", daemon=True)
     thread.start()
     thread.join(LONG_S)
-    assert found, "it hangs"
-    return found[0]
+    assert results, "it hangs"
+    return results[0]

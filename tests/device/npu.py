@@ -1,7 +1,7 @@
-"""What to try first on a real NPU: `python -m tests.device.npu` on a machine with one and torch_npu.
+"""First checks on a real NPU: `python -m tests.device.npu` on a machine with an NPU and torch_npu.
 
-Each line is something that `adaptor.devices.npu` relies on, and `yes`, or what was found instead; the exit
-code is 1 where one was. The last of them stops the device, so nothing else may use it.
+Each line is an assumption of `adaptor.devices.npu`, followed by `yes` or the deviation; the exit
+code is 1 after a deviation. The last check stops the device, so nothing else may use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adaptor.devices.npu import Npu
 from adaptor.threads import within
 
 LIMIT_S = 60.0
-# On the main thread's stream, for longer than the copies of some megabytes take.
+# Busy time of the main thread's stream, longer than copies of some megabytes take.
 BUSY_S = 5.0
 TENSORS = {
     "float32": torch.arange(20_000_000.0),
@@ -31,28 +31,34 @@ TENSORS = {
 def questions(
     device: Npu, put: Callable[[torch.Tensor], Any], keep_busy: Callable[[], Any]
 ) -> Iterator[tuple[str, str]]:
-    """What is asked, and what is wrong, empty where nothing is.
+    """Yield each question with the deviation, which is empty if there is none.
 
     Args:
         put: puts a tensor on the device.
         keep_busy: gives this thread's stream work to do, and returns at once.
     """
-    there = {name: put(tensor) for name, tensor in TENSORS.items()}
+    on_device = {name: put(tensor) for name, tensor in TENSORS.items()}
     device.catch_up()
-    before = device.mark()
-    yield "an event is passed once its work is done", "" if device.wait(before, LIMIT_S) else "not passed"
+    mark_before = device.mark()
+    yield (
+        "an event is passed once its work is done",
+        "" if device.wait(mark_before, LIMIT_S) else "not passed",
+    )
     for name, tensor in TENSORS.items():
-        yield f"{name} is copied bit for bit", _copied(device, there[name], tensor)
+        yield f"{name} is copied bit for bit", _copied(device, on_device[name], tensor)
     keep_busy()
-    after = device.mark()
-    wrong = [name for name, tensor in TENSORS.items() if _copied(device, there[name], tensor)]
+    mark_after = device.mark()
+    wrong = [name for name, tensor in TENSORS.items() if _copied(device, on_device[name], tensor)]
     yield "copies are made beside a stream that is busy", f"not of {', '.join(wrong)}" if wrong else ""
-    yield "the device answers beside it", _said(lambda: device.unreadable(release=False))
-    ended = device.done(after)
-    yield "none of this has waited for that stream", "it has, or BUSY_S is too short here" if ended else ""
-    yield "the device is stopped and goes on", _said(lambda: _released(device))
-    yield "and answers then", _said(lambda: device.unreadable(release=False))
-    yield "and what it had to do is over", "" if device.wait(after, LIMIT_S) else "not after a minute"
+    yield "the device answers beside it", _answer_in_thread(lambda: device.unreadable(release=False))
+    has_ended = device.done(mark_after)
+    yield (
+        "none of this has waited for that stream",
+        "it has, or BUSY_S is too short here" if has_ended else "",
+    )
+    yield "the device is stopped and goes on", _answer_in_thread(lambda: _released(device))
+    yield "and answers then", _answer_in_thread(lambda: device.unreadable(release=False))
+    yield "and what it had to do is over", "" if device.wait(mark_after, LIMIT_S) else "not after a minute"
 
 
 def _released(device: Npu) -> str:
@@ -63,28 +69,28 @@ def _released(device: Npu) -> str:
     return ""
 
 
-def _copied(device: Npu, tensor: Any, wanted: torch.Tensor) -> str:
+def _copied(device: Npu, tensor: Any, expected: torch.Tensor) -> str:
     def act() -> str:
         copy = device.to_host(tensor)
-        return "" if copy.dtype == wanted.dtype and torch.equal(copy, wanted) else "other numbers arrive"
+        return "" if copy.dtype == expected.dtype and torch.equal(copy, expected) else "other numbers arrive"
 
-    return _said(act)
+    return _answer_in_thread(act)
 
 
-def _said(act: Callable[[], str]) -> str:
-    """What it says in a thread of its own, as in a dump."""
-    said = within(LIMIT_S, act)
-    return f"no answer after {LIMIT_S:g} s" if said is None else said
+def _answer_in_thread(act: Callable[[], str]) -> str:
+    """Return the answer of `act`, run in a thread as in a dump."""
+    answer = within(LIMIT_S, act)
+    return f"no answer after {LIMIT_S:g} s" if answer is None else answer
 
 
 def random_states(npu: Any) -> Iterator[tuple[str, str]]:
-    """They are read and set as the framework does it."""
+    """Check that they are read and set as the framework does."""
     state = npu.get_rng_state()
     first = torch.randn(8, device="npu").cpu()
     npu.set_rng_state(state)
-    again = torch.equal(torch.randn(8, device="npu").cpu(), first)
+    is_repeated = torch.equal(torch.randn(8, device="npu").cpu(), first)
     yield "random states lie on the host", "" if state.device.type == "cpu" else str(state.device)
-    yield "and are those that they were set to", "" if again else "other numbers are drawn"
+    yield "and are those that they were set to", "" if is_repeated else "other numbers are drawn"
 
 
 def main() -> None:
@@ -109,11 +115,14 @@ def main() -> None:
             torch.mm(factor, factor)
 
     wrong = 0
-    for asked in (random_states(npu), questions(Npu(place), lambda tensor: tensor.to(place), keep_busy)):
-        for what, found in asked:
-            wrong += bool(found)
-            print(f"{what}: {found or 'yes'}", flush=True)
-    os._exit(int(wrong > 0))  # without waiting for what never ends
+    for question_set in (
+        random_states(npu),
+        questions(Npu(place), lambda tensor: tensor.to(place), keep_busy),
+    ):
+        for question, problem in question_set:
+            wrong += bool(problem)
+            print(f"{question}: {problem or 'yes'}", flush=True)
+    os._exit(int(wrong > 0))  # without waiting for work that never ends
 
 
 if __name__ == "__main__":

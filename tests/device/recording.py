@@ -1,8 +1,8 @@
 """An accelerator of threads: the functions of torch.cuda and torch_npu.npu that `adaptor.devices` uses.
 
-They have the arguments of the real ones, write down who called them, and block where the real ones block: a
-stream does its work in order, in a thread; whoever synchronises waits for it. `Remote` is a tensor on that
-device. What would be a kernel on it, or memory of the device, is written down as one.
+They have the arguments of the real functions, record their callers, and block where those block: a
+stream works in order, in a thread; synchronising waits for the stream. `Remote` is a tensor on that
+device. Each kernel and each allocation of device memory is recorded.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Remote(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        found = [arg for arg in args if isinstance(arg, Remote)]
-        machine = found[0].machine
+        remotes = [arg for arg in args if isinstance(arg, Remote)]
+        machine = remotes[0].machine
         if name == "copy_" and not isinstance(args[0], Remote):
             return machine.copy(*args, **(kwargs or {}))
         if name not in _VIEWS | _NOTHING:
@@ -67,8 +67,8 @@ class Remote(torch.Tensor):
 class Machine:
     """One device, with the interface of torch.cuda and of torch_npu.npu.
 
-    error   every call says it from now on, as after a fault of the device
-    calls   (name of the thread, what was called, what with): memory, streams, copies, kernels
+    error   raised by every further call, as after a fault of the device
+    calls   (name of the thread, function, arguments): memory, streams, copies, kernels
     """
 
     def __init__(self, place: str) -> None:
@@ -133,19 +133,19 @@ class Machine:
     @contextmanager
     def device(self, device: Any) -> Any:
         self.check()
-        before, self._now.device = getattr(self._now, "device", 0), device
+        device_before, self._now.device = getattr(self._now, "device", 0), device
         try:
             yield
         finally:
-            self._now.device = before
+            self._now.device = device_before
 
     @contextmanager
     def stream(self, stream: Any) -> Any:
-        before, self._now.stream = self.current_stream(), stream
+        stream_before, self._now.stream = self.current_stream(), stream
         try:
             yield
         finally:
-            self._now.stream = before
+            self._now.stream = stream_before
 
     def current_stream(self, device: Any = None) -> Any:
         self.check()
@@ -160,7 +160,7 @@ class Machine:
     # what torch does on it
 
     def copy(self, into: torch.Tensor, source: Remote, non_blocking: bool = False) -> torch.Tensor:
-        """Device to host, as in torch's copy kernel: another dtype or a strided side need a kernel first."""
+        """Copy from the device to the host as torch does: other dtypes or strides need a kernel first."""
         self.check()
         assert getattr(self._now, "device", 0) == self.place, "the thread is on another device"
         stream = self.current_stream()
@@ -202,7 +202,7 @@ class _Stream:
         self._queue.put(work)
 
     def block(self) -> None:
-        """A kernel that never ends."""
+        """Queue a kernel that never ends."""
         self._blocked = threading.Event()
         self._queue.put(self._blocked.wait)
 

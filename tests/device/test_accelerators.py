@@ -1,4 +1,4 @@
-"""cuda and npu against stand-ins of the functions that they use: what blocks there, blocks here."""
+"""cuda and npu against stand-ins of the functions that they use, blocking where those block."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_tensor_is_copied_while_the_default_stream_is_blocked(
     assert copy.device.type == "cpu"
     assert copy.dtype == tensor.dtype
     assert torch.equal(copy, tensor)
-    assert copy.untyped_storage().nbytes() == copy.nbytes  # else torch would save the rest with it
+    assert copy.untyped_storage().nbytes() == copy.nbytes  # or torch would save the rest of the storage, too
     assert machine.called("kernel") == []
     assert machine.default not in machine.called("copy")
 
@@ -79,12 +79,12 @@ def test_all_memory_and_all_streams_are_there_before_an_incident(
 def test_streams_are_of_a_kind_that_process_groups_are_not_given(
     device: Accelerator, kind: str, machine: Machine
 ) -> None:
-    own = machine.made[1:]
-    assert len(own) == 3
+    device_streams = machine.made[1:]
+    assert len(device_streams) == 3
     if kind == "cuda":
         assert {priority for _, priority in machine.called("Stream")} == {-1}
     else:
-        assert all(isinstance(stream, machine.SyncLaunchStream) for stream in own)
+        assert all(isinstance(stream, machine.SyncLaunchStream) for stream in device_streams)
 
 
 def test_copies_of_an_abandoned_dump_do_not_mix_with_those_of_the_next(
@@ -127,15 +127,15 @@ def test_a_device_that_has_failed_says_so(device: Accelerator, machine: Machine)
     mark = device.mark()
     machine.error = ERROR
     assert device.unreadable() == "CUDA error: an illegal memory access was encountered"
-    assert device.done(mark)  # nobody waits for it: what it has cannot be read
+    assert device.done(mark)  # not awaited: its state cannot be read
     assert device.wait(mark, LONG_S)
 
 
 class _Backend:
-    """A backend of a process group, as far as it can be aborted."""
+    """A backend of a process group that can be aborted."""
 
-    def __init__(self, said: list[str], name: str) -> None:
-        self._said, self._name = said, name
+    def __init__(self, calls: list[str], name: str) -> None:
+        self._said, self._name = calls, name
 
     def abort(self) -> None:
         self._said.append(self._name)
@@ -149,45 +149,45 @@ class _Gloo:
 
 
 def released(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done to end what never ends on the device; it ends it."""
-    said: list[str] = []
+    """Record the calls that end hung work on the device; such a call ends the work."""
+    calls: list[str] = []
 
     def end() -> None:
         for stream in machine.made:
             stream.unblock()
 
     if kind == "npu":
-        machine.stop_device = lambda device_id: said.append(f"stop {device_id}")  # type: ignore[attr-defined]
+        machine.stop_device = lambda device_id: calls.append(f"stop {device_id}")  # type: ignore[attr-defined]
         machine.restart_device = (  # type: ignore[attr-defined]
             lambda device_id, rebuild_all_resources=False, disable_tensor_unsafe_check=False: (
-                said.append(f"restart {device_id}"),
+                calls.append(f"restart {device_id}"),
                 end(),
             )
         )
-        return said
-    first, second = _Backend(said, "abort 1"), _Backend2(said, "abort 2")
-    second.abort = lambda: (said.append("abort 2"), end())  # type: ignore[method-assign]
+        return calls
+    first, second = _Backend(calls, "abort 1"), _Backend2(calls, "abort 2")
+    second.abort = lambda: (calls.append("abort 2"), end())  # type: ignore[method-assign]
     wrapped = SimpleNamespace(wrapped_pg=first)
     in_groups(monkeypatch, ("cuda", wrapped), ("cpu", _Gloo()), ("cuda", _Gloo()), ("cuda", second))
-    return said
+    return calls
 
 
 def in_groups(monkeypatch: pytest.MonkeyPatch, *backends: tuple[str, Any]) -> None:
-    """Let there be a process group with each of these backends, on a kind of device."""
+    """Set up a process group for each backend, on a kind of device."""
     groups = [
         SimpleNamespace(_device_types=[torch.device(name)], _get_backend=lambda device, found=found: found)
         for name, found in backends
     ]
     for name, backend in (("ProcessGroupNCCL", _Backend), ("ProcessGroupNCCL2", _Backend2)):
         monkeypatch.setattr(dist, name, backend, raising=False)
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))  # its keys are asked for
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))  # only its keys are read
 
 
 @pytest.mark.parametrize("kind", ["cuda"])
 def test_there_is_a_thread_for_each_abort_before_an_incident(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other they would wait for each other, and then a machine may have no more threads."""
+    """Sequential aborts would wait for each other, and the machine may lack threads later."""
     prepared: list[int] = []
     monkeypatch.setattr(cuda, "reserve", SimpleNamespace(prepare=prepared.append))
     in_groups(monkeypatch)
@@ -197,52 +197,52 @@ def test_there_is_a_thread_for_each_abort_before_an_incident(
     assert prepared[1] - prepared[0] == 20
 
 
-def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
+def test_hung_work_is_ended_only_if_the_device_cannot_be_read(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = released(kind, machine, monkeypatch)
+    calls = released(kind, machine, monkeypatch)
     device.begin(lambda act: act())
     machine.default.block()
     assert device.unreadable() == ""
-    assert said == []
+    assert calls == []
     for stream in machine.made:
         stream.block()
-    # The first probe alone is in vain; what comes then ends by itself.
+    # Only the first probe fails; the following work ends by itself.
     within, limits = accelerator.within, itertools.chain([SHORT_S], itertools.repeat(LONG_S))
     monkeypatch.setattr(accelerator, "within", lambda limit, act: within(next(limits), act))
     assert device.unreadable() == ""
-    wanted = {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}
-    assert sorted(said) == wanted[kind]
+    expected = {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}
+    assert sorted(calls) == expected[kind]
 
 
-def test_a_copy_that_stands_behind_what_never_ends_arrives_once_that_may_be_ended(
+def test_a_copy_queued_behind_hung_work_arrives_once_the_work_may_be_ended(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one connection to the device a copy waits for one that the main thread has queued behind a hung
     collective."""
     monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
-    said = released(kind, machine, monkeypatch)
+    calls = released(kind, machine, monkeypatch)
     may_release = threading.Event()
     device.begin(lambda act: act() if may_release.is_set() else None)
-    wanted, found = torch.arange(3 * LANDING), []
-    there = machine.put(wanted)
+    expected, copies = torch.arange(3 * LANDING), []
+    remote = machine.put(expected)
     for stream in machine.made:
         stream.block()
-    thread = threading.Thread(target=lambda: found.append(device.to_host(there)), daemon=True)
+    thread = threading.Thread(target=lambda: copies.append(device.to_host(remote)), daemon=True)
     thread.start()
     thread.join(3 * SHORT_S)
     assert thread.is_alive()
-    assert said == [], "in training the main thread's own work may take any time"
+    assert calls == [], "in training the main thread's own work may take any time"
     may_release.set()
     if kind == "npu":  # to stop the device would break the copy
         thread.join(3 * SHORT_S)
         assert thread.is_alive()
-        assert said == []
+        assert calls == []
         for stream in machine.made:
             stream.unblock()
     thread.join(LONG_S)
-    assert torch.equal(found[0], wanted)
-    assert kind == "npu" or sorted(set(said)) == ["abort 1", "abort 2"]
+    assert torch.equal(copies[0], expected)
+    assert kind == "npu" or sorted(set(calls)) == ["abort 1", "abort 2"]
 
 
 def test_a_copy_arrives_where_no_thread_can_be_had_to_wait_for_it(
@@ -258,30 +258,30 @@ def test_a_copy_arrives_where_no_thread_can_be_had_to_wait_for_it(
         def within(self, limit_s: float) -> None:
             looked.set()
 
-    wanted, found = torch.arange(3 * LANDING), []
-    there = machine.put(wanted)
+    expected, copies = torch.arange(3 * LANDING), []
+    remote = machine.put(expected)
     for stream in machine.made:
         stream.block()
     monkeypatch.setattr(accelerator, "Background", NeverBegun)
-    thread = threading.Thread(target=lambda: found.append(device.to_host(there)), daemon=True)
+    thread = threading.Thread(target=lambda: copies.append(device.to_host(remote)), daemon=True)
     thread.start()
     assert looked.wait(LONG_S)
     for stream in machine.made:
         stream.unblock()
     thread.join(LONG_S)
-    assert torch.equal(found[0], wanted)
+    assert torch.equal(copies[0], expected)
 
 
 def test_aborts_that_hang_or_fail_take_their_time_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And a user reads nothing of them."""
-    never, now, limits = threading.Event(), [0.0], list[float]()
+    """The user reads nothing about these aborts."""
+    never, clock, limits = threading.Event(), [0.0], list[float]()
 
     class Hangs(Background[None]):
         def within(self, limit_s: float) -> None:
             limits.append(limit_s)
-            now[0] += limit_s
+            clock[0] += limit_s
 
     def fail() -> None:
         raise RuntimeError("the future of the abort has timed out")
@@ -291,39 +291,41 @@ def test_aborts_that_hang_or_fail_take_their_time_once(
         backend.abort = abort  # type: ignore[assignment, method-assign]
     in_groups(monkeypatch, *(("cuda", backend) for backend in backends))
     monkeypatch.setattr(cuda, "Background", Hangs)
-    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     cuda.Cuda.release(None)  # type: ignore[arg-type]
     assert limits == [cuda.ABORT_S, 0.0, 0.0]
     never.set()
-    waiting.until(lambda: all(one.name != "ttp-device" for one in threading.enumerate()), "they are done")
+    waiting.until(
+        lambda: all(thread.name != "ttp-device" for thread in threading.enumerate()), "they are done"
+    )
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_nothing_is_aborted_where_torch_would_end_the_process_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    in_groups(monkeypatch, ("cuda", _Backend(said, "abort")))
+    calls: list[str] = []
+    in_groups(monkeypatch, ("cuda", _Backend(calls, "abort")))
     level = dist.get_debug_level()
     try:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         cuda.Cuda.release(None)  # type: ignore[arg-type]
-        assert said == []
+        assert calls == []
     finally:
         dist.set_debug_level(level)
     cuda.Cuda.release(None)  # type: ignore[arg-type]
-    assert said == ["abort"]
+    assert calls == ["abort"]
 
 
 def test_collectives_are_ended_where_the_main_thread_is_turned_away(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = released(kind, machine, monkeypatch)
+    calls = released(kind, machine, monkeypatch)
     machine.default.block()
     device.end_collectives()
-    assert said == [], "it was not asked whether the door is closed"
+    assert calls == [], "it was not asked whether the door is closed"
     device.begin(lambda act: act())
     device.end_collectives()
     device.come_to_rest()
-    assert sorted(said) == {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}[kind]
+    assert sorted(calls) == {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}[kind]
     assert machine.called("synchronize") == [machine.place]
 
 
@@ -339,31 +341,35 @@ def test_a_device_that_never_answers_is_given_up(
 def test_the_device_is_that_of_the_tensors(
     machine: Machine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, nowhere = torch.zeros(1), torch.empty(1, device="meta")
-    there = SimpleNamespace(device=SimpleNamespace(type=kind, index=1))
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: here)
+    on_host, nowhere = torch.zeros(1), torch.empty(1, device="meta")
+    on_device = SimpleNamespace(device=SimpleNamespace(type=kind, index=1))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: on_host)
     assert devices.of([]) is HOST
-    assert devices.of([here, nowhere]) is HOST
-    found = devices.of([here, there, here])  # type: ignore[list-item]
-    assert type(found) is (Cuda if kind == "cuda" else Npu)
+    assert devices.of([on_host, nowhere]) is HOST
+    device = devices.of([on_host, on_device, on_host])  # type: ignore[list-item]
+    assert type(device) is (Cuda if kind == "cuda" else Npu)
 
 
 def test_another_kind_of_device_is_refused() -> None:
-    there: Any = SimpleNamespace(device=torch.device("xpu", 0))
+    tensor: Any = SimpleNamespace(device=torch.device("xpu", 0))
     with pytest.raises(UnsupportedError, match=r"the model lies on xpu:0: .* from cpu, cuda, npu"):
-        devices.of([there])
+        devices.of([tensor])
 
 
-# torch's own, before a fixture puts something in their place
+# torch's real functions, before a fixture replaces them
 _REAL = {name: getattr(torch.cuda, name) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stand_ins_have_the_arguments_of_torch_s_own(name: str) -> None:
-    def parameters(found: Any) -> list[str]:
-        function = found
-        if inspect.isclass(found):
-            function = found.__new__ if "__new__" in vars(found) else found.__init__
+    def parameters(function_or_class: Any) -> list[str]:
+        function = function_or_class
+        if inspect.isclass(function_or_class):
+            function = (
+                function_or_class.__new__
+                if "__new__" in vars(function_or_class)
+                else function_or_class.__init__
+            )
         names = list(inspect.signature(function).parameters)
         return [name for name in names if name not in ("cls", "self", "kwargs", "external")]
 

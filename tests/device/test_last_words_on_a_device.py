@@ -1,4 +1,4 @@
-"""A rank whose weights and optimizer state lie on a device that hangs, and one that is not READY yet."""
+"""A rank with weights and optimizer state on a device that hangs, and a rank that is not READY yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.threads import LONG_S
 
 
 def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A rank with all shards, whose weights and optimizer state lie there."""
+    """A rank with all shards, whose weights and optimizer state are on the machine."""
     full = torch.full
     with monkeypatch.context() as patched:
         patched.setattr(torch, "full", lambda *args, **kwargs: machine.put(full(*args, **kwargs)))
@@ -39,11 +39,13 @@ def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
 def trainee_on(device: Device, state: TrainingState, save: Path | str = "") -> MegatronTrainee:
     unused: Any = None
     trainee = MegatronTrainee(state, str(save), (), unused, dict, dict, int, lambda: None)
-    vars(trainee)["device"] = device  # in the place of the one that its tensors tell
+    vars(trainee)["device"] = device  # instead of the device of its tensors
     return trainee
 
 
-def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, machine: Machine) -> None:
+def test_a_rank_is_ready_once_its_stream_has_reached_the_update(
+    device: Accelerator, machine: Machine
+) -> None:
     machine.default.block()
     thread = threading.Thread(target=trainee_on(device, Rank(0, 1).state).exchange, daemon=True)
     thread.start()
@@ -67,8 +69,10 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
     order = GroupOrder("mp_rank_00", (0,), 0)
     machine.default.block()
     machine.calls.clear()
-    for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
-        folder = tmp_path / ("host" if where is HOST else "device") / naming.temporary_name(RECORD.step)
+    for state, taken, trainee_device in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
+        folder = (
+            tmp_path / ("host" if trainee_device is HOST else "device") / naming.temporary_name(RECORD.step)
+        )
         folder.mkdir(parents=True)
         run = DumpRun(
             0,
@@ -80,30 +84,31 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
             past=False,
             in_place=in_place,
         )
-        trainee = trainee_on(where, state, folder.parent)
+        trainee = trainee_on(trainee_device, state, folder.parent)
         in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
     assert {what for _, what, _ in machine.calls} == {"copy"}
     files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
     assert len(files) == 2
     for file in files:
-        made, wanted = (
-            torch.load(tmp_path / where / file, weights_only=False) for where in ("device", "host")
+        written, expected = (
+            torch.load(tmp_path / trainee_device / file, weights_only=False)
+            for trainee_device in ("device", "host")
         )
-        same(made, wanted)
+        same(written, expected)
 
 
-def same(made: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert type(made) is type(wanted)
-        assert made.dtype == wanted.dtype
-        assert torch.equal(made, wanted)
-    elif isinstance(wanted, dict):
-        assert list(made) == list(wanted)
-        for key in wanted:
-            same(made[key], wanted[key])
-    elif isinstance(wanted, list):
-        assert len(made) == len(wanted)
-        for pair in zip(made, wanted, strict=True):
+def same(written: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert type(written) is type(expected)
+        assert written.dtype == expected.dtype
+        assert torch.equal(written, expected)
+    elif isinstance(expected, dict):
+        assert list(written) == list(expected)
+        for key in expected:
+            same(written[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(written) == len(expected)
+        for pair in zip(written, expected, strict=True):
             same(*pair)
     else:
-        assert made == wanted
+        assert written == expected

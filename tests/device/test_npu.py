@@ -1,4 +1,4 @@
-"""What is tried first on a real NPU, on the stand-in for one: questions can be answered with yes and no."""
+"""The first checks on an NPU, run on its stand-in: each question can be answered with yes and with no."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def answers(device: Npu, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Answers:
-    """Ask, and return what is not answered with yes."""
+    """Return a function that asks and returns the questions without a yes."""
 
     def ask(end: Callable[[Machine], None], last: str = "") -> list[str]:
-        # `end`: what a stopped device does with what it has not done. `last`: the question behind which an
-        # answer may never come; all before it come, however late.
+        # `end`: what a stopped device does with unfinished work. `last`: the question after which an
+        # answer may never come; all earlier answers come, however late.
         machine.stop_device = lambda device_id: None  # type: ignore[attr-defined]
         machine.restart_device = lambda device_id: end(machine)  # type: ignore[attr-defined]
-        said = []
-        for what, found in npu.questions(device, machine.put, machine.default.block):
-            if found:
-                said.append(f"{what}: {found}")
-            if what == last:
+        deviations = []
+        for question, deviation in npu.questions(device, machine.put, machine.default.block):
+            if deviation:
+                deviations.append(f"{question}: {deviation}")
+            if question == last:
                 monkeypatch.setattr(npu, "LIMIT_S", SHORT_S)
-        return said
+        return deviations
 
     return ask
 
@@ -51,21 +51,21 @@ def goes_on(machine: Machine) -> None:
         stream.unblock()
 
 
-def test_all_is_as_it_is_relied_on(answers: Answers) -> None:
+def test_the_stand_in_answers_all_questions_with_yes(answers: Answers) -> None:
     assert answers(goes_on) == []
 
 
 def test_copies_wait_for_the_main_thread_s_stream(device: Npu, machine: Machine, answers: Answers) -> None:
     device._copies = [machine.default] * 2
-    said = answers(goes_on, "a matrix, turned is copied bit for bit")
-    assert said[0].startswith(
+    deviations = answers(goes_on, "a matrix, turned is copied bit for bit")
+    assert deviations[0].startswith(
         "copies are made beside a stream that is busy: not of float32, bfloat16, a count"
     )
 
 
 def test_a_stopped_device_keeps_what_it_had_to_do(answers: Answers) -> None:
-    said = answers(lambda machine: None, "and answers then")
-    assert said == ["and what it had to do is over: not after a minute"]
+    deviations = answers(lambda machine: None, "and answers then")
+    assert deviations == ["and what it had to do is over: not after a minute"]
 
 
 def test_a_device_that_cannot_be_stopped(answers: Answers) -> None:
@@ -79,8 +79,8 @@ def test_a_device_that_cannot_be_stopped(answers: Answers) -> None:
 def test_random_states_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.randn
     monkeypatch.setattr(torch, "randn", lambda count, device: draw(count))
-    assert [found for _, found in npu.random_states(torch)] == ["", ""]
+    assert [problem for _, problem in npu.random_states(torch)] == ["", ""]
     state: Any = torch.get_rng_state()
     monkeypatch.setattr(torch, "set_rng_state", lambda given: None)
     torch.default_generator.set_state(state)
-    assert [found for _, found in npu.random_states(torch)] == ["", "other numbers are drawn"]
+    assert [problem for _, problem in npu.random_states(torch)] == ["", "other numbers are drawn"]

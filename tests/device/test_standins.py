@@ -1,4 +1,4 @@
-"""The stand-ins for packages that only an Ascend machine has (tests/standins)."""
+"""The stand-ins for packages that exist only on Ascend machines (tests/standins)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.faults import warm
 
 STANDINS = Path(__file__).resolve().parents[1] / "standins"
-# In a process of its own: the stand-ins replace functions of torch.
+# In a child process: the stand-ins replace functions of torch.
 SCRIPT = """
 from adaptor.devices import cpu
 cpu.activate()
@@ -71,7 +71,7 @@ blocks = [
 torch.testing.assert_close(blocks[0][0] + blocks[1][0], query.grad)
 torch.testing.assert_close(torch.cat([block[2] for block in blocks]), value.grad)
 
-# Sequences one after the other: each attends to itself alone.
+# Packed sequences: each attends only to itself.
 rows = [x.detach()[:, 0].view(6, 2, 4) for x in (query, key, value)]
 band = {"sparse_mode": 4, "pre_tockens": 6, "next_tockens": 0, "actual_seq_qlen": [2, 5]}
 packed = torch_npu.npu_fusion_attention(*rows, 2, "TND", scale=0.5, **band)[0]
@@ -100,6 +100,6 @@ def test_the_stand_ins_compute_what_their_interface_says() -> None:
 
 
 def test_packages_that_may_be_installed_are_on_a_path_of_their_own() -> None:
-    """On PYTHONPATH they would come before the installed ones."""
+    """On PYTHONPATH the stand-ins would hide installed packages."""
     assert {path.name for path in (STANDINS / "hugging_face").iterdir()} == {"peft", "transformers"}
     assert not [name for name in ("peft", "transformers") if (STANDINS / name).exists()]

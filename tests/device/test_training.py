@@ -14,7 +14,7 @@ from tests.frameworks import args, prepare, record
 
 
 def train(out: Path, processes: int, **arguments: Any) -> dict[int, dict[int, dict[str, Any]]]:
-    """What each rank recorded at each iteration, but for the times."""
+    """Return the records of each rank by iteration, without the times."""
     script = prepare.megatron_lm() / "pretrain_gpt.py"
     warm.run(
         args.torchrun(processes, out, script, args.tiny_gpt(**arguments)),

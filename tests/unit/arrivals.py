@@ -50,8 +50,6 @@ class Calls(Changes):
 
 
 class Arrivals(list[T], Generic[T]):
-    """A list of what has come."""
-
     def __init__(self) -> None:
         super().__init__()
         self.changes = Changes()

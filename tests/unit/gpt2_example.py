@@ -11,7 +11,6 @@ FOLDER = Path(__file__).parents[2] / "examples" / "gpt2_from_scratch"
 
 
 def module(name: str) -> ModuleType:
-    """Import a module of the example."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     found = importlib.import_module(name)

@@ -81,11 +81,7 @@ class Launcher:
     def start(self, *argv: str, before: str = "", **env: str) -> int:
         self._log.touch()  # who reads it may be faster than ttprun
         return self._ask(
-            argv=argv,
-            cwd=str(self.folder),
-            env={**self._env, **env},
-            log=str(self._log),
-            before=before,
+            argv=argv, cwd=str(self.folder), env={**self._env, **env}, log=str(self._log), before=before
         )
 
     def wait(self, pid: int, code: int | None = None) -> Ended:

@@ -36,7 +36,6 @@ def _read_tables_once(session: ModuleType) -> None:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Run moto; yield its URL."""
     with _connected() as connection:
         port = connection.recv(16).decode()
         assert port, "the process that forks servers has ended"

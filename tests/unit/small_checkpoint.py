@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
+from adaptor.__main__ import main
 from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.protocol import naming
 from adaptor.transform import archive, rules
@@ -38,9 +40,8 @@ class Shape:
 SMALL = Shape()
 
 
-def arguments(shape: Shape = SMALL, **more: Any) -> Namespace:
-    """The arguments that are stored, as far as a transform reads them."""
-    said: dict[str, Any] = {
+def arguments(shape: Shape = SMALL, **changes: Any) -> Namespace:
+    stored: dict[str, Any] = {
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "group_query_attention": False,
@@ -61,11 +62,11 @@ def arguments(shape: Shape = SMALL, **more: Any) -> Namespace:
         "rank": 0,
         "params_dtype": torch.bfloat16,
     }
-    return Namespace(**(said | more))
+    return Namespace(**(stored | changes))
 
 
 def job_arguments(save: Path, load: Path | None = None, **sizes: int) -> Namespace:
-    """The framework's arguments of a job that has the model, and `sizes` (tp, pp, dp)."""
+    """The framework's arguments of a job with the model and `sizes` (tp, pp, dp)."""
     return arguments(
         load=str(load or save),
         save=str(save),
@@ -82,8 +83,8 @@ def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.rows, hidden)}
     for layer in range(shape.layers):
         shapes |= {
-            f"decoder.layers.{layer}.{name}": each
-            for name, each in {
+            f"decoder.layers.{layer}.{name}": shape_of_weight
+            for name, shape_of_weight in {
                 "input_layernorm.weight": (hidden,),
                 "self_attention.linear_proj.weight": (hidden, hidden),
                 "self_attention.linear_qkv.weight": (3 * hidden, hidden),
@@ -110,15 +111,15 @@ def random_states() -> dict[str, Any]:
 
 
 def write(
-    root: Path, shape: Shape = SMALL, *, rng_state: bool = False, described: bool = False, **more: Any
+    root: Path, shape: Shape = SMALL, *, rng_state: bool = False, described: bool = False, **changes: Any
 ) -> dict[str, torch.Tensor]:
     """Write the checkpoint of STEP below `root`, with a manifest; return the weights.
 
     Args:
         shape: the sizes of its model.
         rng_state: with random states.
-        described: its optimizer is laid out as no rule knows it, and a layout file says how.
-        more: arguments that are stored.
+        described: the optimizer's layout matches no rule, and a layout file describes it.
+        changes: stored arguments.
     """
     draw = torch.Generator().manual_seed(1)
     model: OrderedDict[str, Any] = OrderedDict()
@@ -134,12 +135,12 @@ def write(
     state = {kind: torch.zeros(at) for kind in ("param", "exp_avg", "exp_avg_sq")}
     for name in reversed(_shapes(shape)):
         start, count = starts[name], model[name].numel()
-        for kind, whole in state.items():
+        for kind, full in state.items():
             drawn = torch.randn(count, generator=draw)
-            whole[start : start + count] = model[name].float().flatten() if kind == "param" else drawn
+            full[start : start + count] = model[name].float().flatten() if kind == "param" else drawn
     group = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": STEP}
     body = {
-        "args": arguments(shape, **more),
+        "args": arguments(shape, **changes),
         "checkpoint_version": 3.0,
         "iteration": STEP,
         "model": model,
@@ -165,8 +166,8 @@ def write(
     return {name: value for name, value in model.items() if value is not None}
 
 
-def layout(shape: Shape, starts: Mapping[str, int], numel: int, **more: Any) -> bytes:
-    """The layout of its only rank, as the framework says it: params begin at `starts`."""
+def layout(shape: Shape, starts: Mapping[str, int], numel: int, **changes: Any) -> bytes:
+    """The layout of its only rank as the framework describes it: params begin at `starts`."""
     entries = []
     for name, size in _shapes(shape).items():
         cut = rules.cut_of(name, gated=True)
@@ -192,7 +193,7 @@ def layout(shape: Shape, starts: Mapping[str, int], numel: int, **more: Any) -> 
     ]
     groups = ((1.0, 1.0, False, False), (0.0, 1.0, False, False))
     buffer = layout_file.BufferLayout(("bfloat16", "float32"), numel, tuple(places))
-    said: dict[str, Any] = {
+    description: dict[str, Any] = {
         "format": layout_file.FORMAT,
         "folder": "mp_rank_00",
         "tp": 0,
@@ -204,11 +205,11 @@ def layout(shape: Shape, starts: Mapping[str, int], numel: int, **more: Any) -> 
         "chunks": {"model": tuple(entries)},
         "optimizers": (layout_file.OptimizerLayout(True, groups, (buffer,)),),
     }
-    return layout_file.encode(layout_file.RankLayout(**(said | more)))
+    return layout_file.encode(layout_file.RankLayout(**(description | changes)))
 
 
 def change(file: Path, edit: Any) -> None:
-    """Let `edit` change the content of an archive; the manifest goes, which would tell of it."""
+    """Edit an archive's content by `edit`; remove the manifest, whose checksum would differ."""
     content = torch.load(file, weights_only=False)
     edit(content)
     torch.save(content, file)
@@ -216,13 +217,13 @@ def change(file: Path, edit: Any) -> None:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """What is in the archives of the checkpoint, but random states, by file and place."""
-    found: dict[str, bytes] = {}
+    """Return the archives' content by file and place, without random states."""
+    content_by_place: dict[str, bytes] = {}
     folder = root / naming.final_name(STEP)
 
     def walk(place: str, value: Any) -> None:
         if isinstance(value, StoredTensor):
-            found[place] = value.path.read_bytes()[value.offset : value.offset + value.bytes]
+            content_by_place[place] = value.path.read_bytes()[value.offset : value.offset + value.bytes]
         elif isinstance(value, Namespace):
             walk(place, vars(value))
         elif isinstance(value, dict):
@@ -232,8 +233,18 @@ def contents(root: Path) -> dict[str, bytes]:
             for number, item in enumerate(value):
                 walk(f"{place}/{number}", item)
         else:
-            found[place] = repr(value).encode()
+            content_by_place[place] = repr(value).encode()
 
     for path in sorted(folder.rglob("*.pt")):
         walk(path.relative_to(folder).as_posix(), archive.read(path))
-    return found
+    return content_by_place
+
+
+def transform(source: Path, target: Path, *options: str) -> int:
+    return main(["transform", str(source), str(target), "--workers", "1", *options])
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
+    assert line.startswith("python -m adaptor transform: ")
+    return line

@@ -12,7 +12,7 @@ SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launcher
 
 def modules() -> dict[str, Path]:
     """Return the files of all modules by their names."""
-    found = {}
+    files = {}
     for package, folder in SOURCES.items():
         for path in (ROOT / folder).rglob("*.py"):
             # Links to the other two stand among the folders of the first.
@@ -20,8 +20,8 @@ def modules() -> dict[str, Path]:
                 continue
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             name = ".".join((package, *(part for part in parts if part != "__init__")))
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 @functools.cache

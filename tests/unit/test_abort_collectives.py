@@ -1,4 +1,4 @@
-"""Waking: in a process of its own, because it shuts down whatever TCP connection its process has."""
+"""Waking threads that wait for peers, in a child process since it shuts any TCP connection of its process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults import warm
 
-# Each part says what it is about where it fails.
+# Each part's assertion names the part.
 PRELUDE = """
 import errno, os, socket, threading
 from adaptor.worker.abort_collectives import shut_collectives
@@ -78,7 +78,7 @@ assert group[0].recv(1) == b""
 """)
 
 
-def test_what_is_no_connection_over_tcp_is_left_alone() -> None:
+def test_other_descriptors_than_tcp_connections_are_left_alone() -> None:
     run("""
 local = socket.socketpair()
 udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -111,7 +111,7 @@ assert shut_collectives(frozenset()) == 2
 
 @pytest.mark.parametrize("work", ["broadcast", "gather", "send", "recv"])
 def test_a_wait_for_work_that_gloo_has_forgotten_is_ended(work: str) -> None:
-    """The other end was stopped when a part of the data was on its way, and killed."""
+    """The peer was stopped with part of the data sent, then killed."""
     script = Path(__file__).with_name("waits_script.py")
     environment = {
         **os.environ,
@@ -120,7 +120,7 @@ def test_a_wait_for_work_that_gloo_has_forgotten_is_ended(work: str) -> None:
         "OMP_NUM_THREADS": "1",
     }
     ran = warm.run([sys.executable, str(script), work], env=environment, timeout=240)
-    # The other one where it was killed between two pieces of work, of which gloo forgets none.
+    # The other error if it was killed between two pieces of work, which gloo does not drop.
     assert ran.stdout.split() in (["WaitEndedError"], ["RuntimeError"]), ran.stderr[-3000:]
 
 
@@ -170,7 +170,7 @@ os._exit(0)
 
 
 def test_a_reduce_scatter_that_fails_raises_by_itself() -> None:
-    """Its work never says that it has ended: what it raises was once taken for a time that is over."""
+    """Its work never completes: its exception was once taken for a timeout."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = warm.run([sys.executable, "-c", REDUCE_SCATTER], env=environment)
     assert ran.stdout.split() == ["RuntimeError"], ran.stderr[-3000:]

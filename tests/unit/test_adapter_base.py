@@ -1,4 +1,4 @@
-"""Checkpoints that have adapters alone name their base, and are loaded together with it or not at all."""
+"""Checkpoints with adapters alone name their base, and are loaded with it or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _metadata(tracker: str) -> tuple[int, bool]:
 def framework(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The names of Megatron's files, and a job of one rank."""
     checkpointing = types.ModuleType("megatron.training.checkpointing")
-    vars(checkpointing)["get_checkpoint_name"] = _name  # alone: `read_metadata` asks all ranks
+    vars(checkpointing)["get_checkpoint_name"] = _name  # alone: `read_metadata` is collective
     for name in ("megatron", "megatron.training"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, checkpointing.__name__, checkpointing)
@@ -58,8 +58,8 @@ def _checkpoint(folder: Path, step: int, model: dict[str, int]) -> Path:
     return path
 
 
-def _load(folder: str, *others: object) -> tuple[dict[str, Any], str, bool, None]:
-    """As the framework's `_load_base_checkpoint`."""
+def _load(folder: str, *other_arguments: object) -> tuple[dict[str, Any], str, bool, None]:
+    """Load as the framework's `_load_base_checkpoint`."""
     step, release = _metadata(f"{folder}/{naming.TRACKER}")
     name = _name(folder, step, release)
     return torch.load(name), name, release, None
@@ -67,7 +67,7 @@ def _load(folder: str, *others: object) -> tuple[dict[str, Any], str, bool, None
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A base, and what a job that began from it has saved."""
+    """A base, and the save folder of a job started from the base."""
     base, save = tmp_path / "base", tmp_path / "save"
     _checkpoint(base, BASE_STEP, {"a.weight": 1, "b.weight": 2})
     adapter_base.settle(base, base.parent / "save")
@@ -94,14 +94,11 @@ def test_adapters_are_loaded_with_their_base(folders: tuple[Path, Path]) -> None
     _, save = folders
     adapter_base.settle(save, save.parent / "save")
     loaded, name, *_ = adapter_base.load_with_base(_load, (str(save), Namespace()), {})
-    assert loaded == {
-        "model": {"a.weight": 1, "b.weight": 2, "a.lora_A.weight": 3},
-        "iteration": SAVED_STEP,
-    }
+    assert loaded == {"model": {"a.weight": 1, "b.weight": 2, "a.lora_A.weight": 3}, "iteration": SAVED_STEP}
     assert name == _name(str(save), SAVED_STEP)
     adapter_base.require_added()
     noted = json.loads((Path(name).parent / naming.BASE).read_text())
-    assert json.loads(context.part(AdapterBase).files()[naming.BASE]) == noted  # for what is saved next
+    assert json.loads(context.part(AdapterBase).files()[naming.BASE]) == noted  # for the next save
 
 
 def test_a_framework_that_does_not_let_the_base_be_added_is_refused(folders: tuple[Path, Path]) -> None:
@@ -117,7 +114,7 @@ def _change(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("harm", "message"),
     [
         (lambda base: Path(_name(str(base), BASE_STEP)).unlink(), "which is gone: put it back"),
         (lambda base: base.rename(base.with_name("moved")), "which is gone: put it back"),
@@ -130,7 +127,7 @@ def _change(base: Path) -> None:
     ids=["file-gone", "folder-moved", "changed", "tracker"],
 )
 def test_a_base_that_is_gone_or_changed_is_one_line(
-    harm: Any, words: str, folders: tuple[Path, Path]
+    harm: Any, message: str, folders: tuple[Path, Path]
 ) -> None:
     base, save = folders
     harm(base)
@@ -138,7 +135,7 @@ def test_a_base_that_is_gone_or_changed_is_one_line(
         adapter_base.settle(save, save.parent / "save")
     line = str(caught.value)
     assert line.startswith(f"the adapters in {save}/iter_0000003/mp_rank_00 were trained on {base}/")
-    assert words in line
+    assert message in line
     assert len(line.splitlines()) == 1
 
 
@@ -160,7 +157,7 @@ def test_last_words_have_the_note_beside_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({"lora_ckpt_filter": True, "lora_target_modules": ["a"]}, True),
         ({"lora_ckpt_filter": True, "lora_target_modules": ["a"], "ckpt_format": "torch_dist"}, False),
@@ -169,8 +166,8 @@ def test_last_words_have_the_note_beside_the_model(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_which_checkpoints_have_adapters_alone(given: dict[str, Any], expected: bool) -> None:
-    assert adapter_base.is_filtered(Namespace(**given)) is expected
+def test_which_checkpoints_have_adapters_alone(options: dict[str, Any], expected: bool) -> None:
+    assert adapter_base.is_filtered(Namespace(**options)) is expected
     assert [name for name in ("a.lora_A.default.weight", "a.weight") if adapter_base.is_kept(name)] == [
         "a.lora_A.default.weight"
     ]
@@ -186,7 +183,7 @@ def test_saves_do_not_go_into_the_folder_of_the_base(tmp_path: Path) -> None:
 
 
 def test_a_base_behind_a_link_is_found_again(tmp_path: Path) -> None:
-    """A checkpoint that lies elsewhere, in a folder of links, as caches of models have them."""
+    """The checkpoint is reached through links, as in caches of models."""
     store, base, save = (tmp_path / name for name in ("store", "base", "save"))
     _checkpoint(store, BASE_STEP, {"a.weight": 1})
     base.mkdir()

@@ -1,4 +1,4 @@
-"""What the adapters refuse; what they protect is trained for in tests/integration/test_adapters.py."""
+"""The refusals of the adapters; tests/integration/test_adapters.py trains the protected jobs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from adaptor.adapters import mcore_adapter, megatron_bridge, ms_swift
 
 
 def bridge_config(**sections: dict[str, Any]) -> SimpleNamespace:
-    """The config of a job that is protected, but for some values by section."""
-    known: dict[str, dict[str, Any]] = {
+    """The config of a protected job, with some values changed by section."""
+    defaults: dict[str, dict[str, Any]] = {
         "checkpoint": {"save": "/save", "ckpt_format": "torch_dist", "async_save": False},
         "train": {"exit_interval": None, "iterations_to_skip": []},
         "dataset": {"dataloader_type": "single"},
         **{name: {} for name in ("optimizer", "dist", "ddp", "rng", "model", "ft", "inprocess_restart")},
     }
-    values = {name: SimpleNamespace(**{**known[name], **sections.get(name, {})}) for name in known}
+    values = {name: SimpleNamespace(**{**defaults[name], **sections.get(name, {})}) for name in defaults}
     return SimpleNamespace(**values, peft=sections.get("peft"))
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("sections", "message"),
     [
         ({"checkpoint": {"save": None}}, "checkpoint.save is None"),
         ({"checkpoint": {"ckpt_format": "fsdp_dtensor"}}, "checkpoint.ckpt_format is 'fsdp_dtensor'"),
@@ -42,9 +42,9 @@ def bridge_config(**sections: dict[str, Any]) -> SimpleNamespace:
         ({"inprocess_restart": {"enabled": True}}, "inprocess_restart is on"),
     ],
 )
-def test_megatron_bridge_refuses(sections: dict[str, Any], words: str) -> None:
+def test_megatron_bridge_refuses(sections: dict[str, Any], message: str) -> None:
     (refusal,) = megatron_bridge.refused(bridge_config(**sections))
-    assert refusal.startswith(words)
+    assert refusal.startswith(message)
 
 
 def test_megatron_bridge_protects_a_common_config() -> None:
@@ -54,7 +54,7 @@ def test_megatron_bridge_protects_a_common_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("sections", "message"),
     [
         ({"checkpoint": {"async_save": True}}, "checkpoint.async_save"),
         ({"model": {"cuda_graph_impl": "local"}}, "model.cuda_graph_impl is local"),
@@ -62,8 +62,8 @@ def test_megatron_bridge_protects_a_common_config() -> None:
         ({"dataset": {"dataloader_type": "batch"}}, "dataset.dataloader_type batch"),
     ],
 )
-def test_megatron_bridge_restarts_all(sections: dict[str, Any], words: str) -> None:
-    assert megatron_bridge.why_not_online(bridge_config(**sections)).startswith(words)
+def test_megatron_bridge_restarts_all(sections: dict[str, Any], message: str) -> None:
+    assert megatron_bridge.why_not_online(bridge_config(**sections)).startswith(message)
 
 
 def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"tuner_type": "lora_llm"}, "--tuner_type is lora_llm"),
         ({"rlhf_type": "grpo", "vllm_mode": "server"}, "--vllm_mode is server"),
@@ -84,9 +84,9 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
         ({"streaming": True}, "--streaming is true"),
     ],
 )
-def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
+def test_ms_swift_refuses(options: dict[str, Any], message: str) -> None:
     (refusal,) = ms_swift.refused(SimpleNamespace(**{"tuner_type": "full", **options}))
-    assert refusal.startswith(words)
+    assert refusal.startswith(message)
 
 
 class PeftModel:
@@ -98,7 +98,7 @@ class ExportableState:
 
 
 def mca_trainer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNamespace:
-    """The trainer of a job that is protected, but for some options of its arguments."""
+    """The trainer of a protected job, with some options changed."""
     package, module = ModuleType("mcore_adapter.trainer"), ModuleType("mcore_adapter.trainer.trainer")
     vars(module).update(PeftModel=PeftModel, ExportableState=ExportableState)
     vars(package).update(trainer=module)
@@ -115,7 +115,7 @@ def mca_trainer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNamesp
 
 
 @pytest.mark.parametrize(
-    ("options", "parts", "words"),
+    ("options", "parts", "message"),
     [
         ({"ignore_data_skip": True}, {}, "ignore_data_skip is True"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size is True"),
@@ -124,12 +124,12 @@ def mca_trainer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNamesp
     ],
 )
 def test_mcore_adapter_refuses(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], parts: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], parts: dict[str, Any], message: str
 ) -> None:
     trainer = mca_trainer(monkeypatch, **options)
     vars(trainer).update(parts)
     (refusal,) = mcore_adapter.refused(trainer)
-    assert refusal.startswith(words)
+    assert refusal.startswith(message)
 
 
 def test_mcore_adapter_restarts_all_where_a_callback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_mcore_adapter_restarts_all_where_a_callback_counts(monkeypatch: pytest.
 
 
 def test_mcore_adapter_passes_over_saves_from_which_it_cannot_resume(tmp_path: Path) -> None:
-    def save(name: str, state: str, *others: str) -> Path:
-        for file in (*others, "rng_state_0.pth", "rng_state_1.pth"):
+    def save(name: str, state: str, *other_files: str) -> Path:
+        for file in (*other_files, "rng_state_0.pth", "rng_state_1.pth"):
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / file).touch()
         (tmp_path / name / mcore_adapter.TRAINER_STATE).write_text(state)
@@ -165,14 +165,13 @@ def test_mcore_adapter_passes_over_saves_from_which_it_cannot_resume(tmp_path: P
 
 
 def refused_by_mm(options: SimpleNamespace) -> list[str]:
-    patches.load("ttp")  # of Megatron-LM first, whose wrappers the adapter has
+    patches.load("ttp")  # Megatron-LM's patches first, whose wrappers the adapter uses
     from adaptor.adapters import copied_loops
 
     return list(copied_loops.refused(options))
 
 
 def mm_options(model: dict[str, Any], **arguments: Any) -> SimpleNamespace:
-    """The options of a job of MindSpeed-MM."""
     return SimpleNamespace(mm=SimpleNamespace(model=SimpleNamespace(**model)), **arguments)
 
 
@@ -220,7 +219,7 @@ def test_ms_swift_goes_on_from_last_words_where_its_own_saves_have_no_optimizer(
 
 
 class Chunk:
-    """A chunk of a model after an evaluation was cut off, with the hooks of overlapped gathers or without."""
+    """A model chunk after an aborted evaluation, with or without the hooks of overlapped gathers."""
 
     def __init__(self, hooks: bool) -> None:
         self.training = False
@@ -236,7 +235,7 @@ class Chunk:
 
 @pytest.mark.parametrize("is_newcomer", [False, True])
 def test_after_a_fault_ms_swift_trains_alike_on_survivors_and_in_a_new_process(is_newcomer: bool) -> None:
-    """The first step after it switches the hooks on, on all ranks: others would wait for its gathers."""
+    """The next step enables the hooks on all ranks: otherwise other ranks would wait for its gathers."""
     chunk = Chunk(hooks=not is_newcomer)
     trainer = SimpleNamespace(
         args=SimpleNamespace(global_batch_size=4),
@@ -258,13 +257,19 @@ def test_after_a_fault_ms_swift_trains_alike_on_survivors_and_in_a_new_process(i
 def test_a_restart_of_megatron_bridge_loads_all_of_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first start leaves out of a foreign checkpoint belongs to the job now."""
+    """The first start's exclusions for a foreign checkpoint do not apply to the job's own save."""
     monkeypatch.setattr(adaptor, "enable", lambda: None)
     monkeypatch.setattr(adaptor, "is_restart", lambda: True)
     (tmp_path / megatron_bridge.TRACKER).write_text("3")
-    given = {"load": "/other", "finetune": True, "ckpt_step": 5, "load_optim": False, "load_rng": False}
+    start_options = {
+        "load": "/other",
+        "finetune": True,
+        "ckpt_step": 5,
+        "load_optim": False,
+        "load_rng": False,
+    }
     config = bridge_config(
-        checkpoint={"save": str(tmp_path), "load_main_params_from_ckpt": True, **given},
+        checkpoint={"save": str(tmp_path), "load_main_params_from_ckpt": True, **start_options}
     )
     patch = next(patch for patch in megatron_bridge.bridge.patches if patch.target.endswith("setup:setup"))
     patch.effect(lambda state: None, None, (SimpleNamespace(cfg=config),), {})

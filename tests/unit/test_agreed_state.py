@@ -1,4 +1,4 @@
-"""A checkpoint with another state than its holders agreed on is refused: when it is written, and when it is
+"""A checkpoint whose state differs from its holders' agreement is refused when it is written, and when it is
 loaded.
 """
 
@@ -103,10 +103,10 @@ def _held(ranks: list[Rank]) -> list[HeldState]:
 
 
 def _rounded(rank: Rank) -> Rank:
-    """Give the model the weights that its main params round to, as behind an update."""
-    whole = whole_state()["param"]
+    """Give the model the weights that its main params round to, as after an update."""
+    full_params = whole_state()["param"]
     with torch.no_grad():
-        rank.optimizer.buffers[0].param_data.copy_(whole)
+        rank.optimizer.buffers[0].param_data.copy_(full_params)
     return rank
 
 
@@ -130,7 +130,7 @@ def _saves() -> RegularSaves:
 
 
 def _regular_in_torch(tmp_path: Path, lie: Lie) -> None:
-    """Write the optimizer's archive of a regular save, as the framework does."""
+    """Write the optimizer's archive of a regular save as the framework does."""
     world: Tensors = {key: without_padding(value) for key, value in whole_state().items()}
     lie(world, {key: without_padding(value) for key, value in EARLIER.items()})
     content = {"buckets_coalesced": True, 0: {("bf16", "fp32"): {**world, "numel_unpadded": 24}}}
@@ -158,14 +158,14 @@ class _Planner:
 
 
 def _regular_in_torch_dist(tmp_path: Path, lie: Lie) -> None:
-    """Let a writer of the framework's write other tensors than it has planned."""
+    """Let a writer of the framework write other tensors than planned."""
     check = _check()
     _, live = next(iter(Rank(0, 1).states.items()))
     with _saves().regular(str(tmp_path), STEP, agree=lambda step: check):
         folder = Path(_saves().renamed(str(tmp_path / naming.final_name(STEP))))
         plan = _Planner(live)
         context.part(PlannedWrites).plan(check, plan.buckets(folder), plan)
-        # An asynchronous save may end after the next save is planned.
+        # An asynchronous save may end after the next save was planned.
         context.part(PlannedWrites).plan(check, plan.buckets(tmp_path / "next"), plan)
         handed = dict(live)
         lie(handed, {key: value + 1 for key, value in live.items()})
@@ -197,31 +197,31 @@ def test_the_plan_of_a_save_that_is_abandoned_is_dropped(tmp_path: Path) -> None
 
 class _Results:
     def put(self, result: str) -> None:
-        """Take what a writer reports."""
+        """Accept a writer's report."""
 
 
 def _last_words(tmp_path: Path, lie: Lie, *, in_place: bool) -> None:
-    """Let a holder give other tensors than those that it has taken the sums of."""
+    """Let a holder send other tensors than those it summed."""
     root = publish.prepare(tmp_path, STEP)
     folder = root if in_place else None
 
     def writer(group: Any) -> Any:
         rank = _rounded(Rank(0, 2))
         exchange = Exchange(group, 0, [[0, 1]], folder=folder)
-        given = GivenSums(rank.state, exchange, 0)
+        sums = GivenSums(rank.state, exchange, 0)
         states = rank.states[rank.model.a]
         lie(states, {key: EARLIER[key][:15] for key in states})
-        agreed = given.agreed((0, 1))
+        agreed = sums.agreed((0, 1))
         assert agreed is not None
-        exchange = dataclasses.replace(exchange, observer=given)
+        exchange = dataclasses.replace(exchange, observer=sums)
         return state_writer.write_files(rank.state, RECORD, exchange, root, 1, agreed)
 
     def holder(group: Any) -> Any:
         rank = _rounded(Rank(1, 2))
         exchange = Exchange(group, 1, [[0, 1]], folder=folder)
-        given = GivenSums(rank.state, exchange, 1)
-        given.send(0)
-        exchange = dataclasses.replace(exchange, observer=given)
+        sums = GivenSums(rank.state, exchange, 1)
+        sums.send(0)
+        exchange = dataclasses.replace(exchange, observer=sums)
         return state_writer.send_shards(rank.state, 0, exchange)
 
     written, _ = together(tmp_path, [writer, holder])
@@ -242,7 +242,7 @@ WAYS = {
 @pytest.mark.usefixtures("rank_0", "armed")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lie", LIES)
-def test_other_tensors_than_those_in_memory_are_refused(tmp_path: Path, lie: Lie, way: str) -> None:
+def test_tensors_that_differ_from_memory_are_refused(tmp_path: Path, lie: Lie, way: str) -> None:
     _publish_earlier(tmp_path)
     with pytest.raises(CheckpointError, match="other bits than"):
         WAYS[way](tmp_path, lie)
@@ -291,9 +291,9 @@ def test_the_state_of_an_optimizer_without_shards_is_compared(lie: Lie) -> None:
     with torch.no_grad():
         model.weight.copy_(main.view(4, 3))
     state = TrainingState(model=[model], optimizer=optimizer, scheduler=None, folder="mp_rank_00")
-    held = state_sums.held_by(state, (), _shares(0, 1))
-    assert held.problem == ""
-    check = SaveCheck(STEP, state, agree(STEP, [held, held]))
+    own_state = state_sums.held_by(state, (), _shares(0, 1))
+    assert own_state.problem == ""
+    check = SaveCheck(STEP, state, agree(STEP, [own_state, own_state]))
     tensors = {"param": main.detach(), **inner.state[main]}
     lie(tensors, {key: value + 1 for key, value in tensors.items()})
     saved = {
@@ -309,7 +309,7 @@ def test_the_state_of_an_optimizer_without_shards_is_compared(lie: Lie) -> None:
 
 
 def test_a_plan_that_keeps_tensors_of_an_earlier_save_is_refused(tmp_path: Path) -> None:
-    """Each later save would write the tensors of the first (NeMo-RL#3312)."""
+    """Later saves would write the tensors of the first save (NeMo-RL#3312)."""
     check = _check()
     live = {name: param.detach() for name, param in check.state.model[0].named_parameters()}
     plans = PlannedWrites(context.get())
@@ -325,7 +325,7 @@ def _publish_earlier(root: Path) -> None:
         _saves().tracker(str(root / naming.TRACKER))
 
 
-# A loader that loads something else.
+# Loaders that load another state.
 
 
 def _left_out(ranks: list[Rank]) -> None:
@@ -336,9 +336,12 @@ def _left_out(ranks: list[Rank]) -> None:
 
 def _of_another_rank(ranks: list[Rank]) -> None:
     (first, second) = ranks
-    mine, theirs = first.states[first.model.b], second.states[second.model.b]
-    for key in mine:
-        mine[key][:1], theirs[key][:1] = theirs[key][:1].clone(), mine[key][:1].clone()
+    first_state, second_state = first.states[first.model.b], second.states[second.model.b]
+    for key in first_state:
+        first_state[key][:1], second_state[key][:1] = (
+            second_state[key][:1].clone(),
+            first_state[key][:1].clone(),
+        )
 
 
 def _of_an_earlier_step(ranks: list[Rank]) -> None:
@@ -352,7 +355,7 @@ def _other_weights(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "words"),
+    ("lie", "message"),
     [
         (_left_out, "exp_avg of shard 0 of mp_rank_00 on rank 0"),
         (_of_another_rank, "exp_avg of shard 0 of mp_rank_00 on rank 0"),
@@ -360,16 +363,16 @@ def _other_weights(ranks: list[Rank]) -> None:
         (_other_weights, "weight of mp_rank_00 on rank 1"),
     ],
 )
-def test_another_state_than_the_agreed_one_is_found_behind_a_load(
-    lie: Callable[[list[Rank]], None], words: str
+def test_a_state_that_differs_from_the_agreement_is_found_after_a_load(
+    lie: Callable[[list[Rank]], None], message: str
 ) -> None:
     agreed = agree(STEP, _held(_ranks(2)))
     loaded = _ranks(2)
     assert differences(agreed, _held(loaded), has_optimizer=True) == []
     lie(loaded)
-    found = differences(agreed, _held(loaded), has_optimizer=True)
-    assert words in found
-    assert agreed_state.in_words(found).startswith(found[0])
+    problems = differences(agreed, _held(loaded), has_optimizer=True)
+    assert message in problems
+    assert agreed_state.in_words(problems).startswith(problems[0])
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -377,10 +380,10 @@ def test_a_loop_of_its_own_that_has_loaded_another_state_has_a_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks = _ranks(1)
-    said = manifest.Manifest.now(STEP, (), {}, 1, "", state=agree(STEP, _held(ranks)))
+    saved_manifest = manifest.Manifest.now(STEP, (), {}, 1, "", state=agree(STEP, _held(ranks)))
     folder = tmp_path / naming.final_name(STEP)
     folder.mkdir()
-    (folder / naming.MANIFEST).write_bytes(said.encode())
+    (folder / naming.MANIFEST).write_bytes(saved_manifest.encode())
 
     def lines_of(step: int) -> list[str]:
         trainee: Any = SimpleNamespace(state=ranks[0].state, shares=_shares(0, 1))
@@ -403,7 +406,7 @@ def test_a_job_of_another_size_compares_what_it_has_loaded() -> None:
         assert differences(agreed, _held(loaded), has_optimizer=True) == ["exp_avg_sq of mp_rank_00"]
 
 
-def test_a_user_who_asks_for_less_gets_less() -> None:
+def test_a_load_without_the_optimizer_compares_the_weights() -> None:
     agreed = agree(STEP, _held(_ranks(2)))
     loaded = _ranks(2)
     _left_out(loaded)
@@ -414,31 +417,31 @@ def test_a_user_who_asks_for_less_gets_less() -> None:
 
 def test_another_model_is_named_and_not_compared() -> None:
     agreed = agree(STEP, _held(_ranks(2)))
-    other = [_rounded(Rank(index, 2, torch.float32)) for index in range(2)]
+    other_ranks = [_rounded(Rank(index, 2, torch.float32)) for index in range(2)]
     assert agreed_state.other_layouts(agreed, _held(_ranks(2))) == []
-    assert agreed_state.other_layouts(agreed, _held(other)) == [
+    assert agreed_state.other_layouts(agreed, _held(other_ranks)) == [
         "mp_rank_00 (it has other params than the checkpoint's)"
     ]
-    assert differences(agreed, _held(other), has_optimizer=True) == []
+    assert differences(agreed, _held(other_ranks), has_optimizer=True) == []
 
 
 def test_random_states_that_no_rank_has_saved_are_found_after_a_load() -> None:
     saved = step_record.take_random(SimpleNamespace(get_states=lambda: {"model-parallel": torch.arange(8)}))
-    other = {**saved, "torch_rng_state": saved["torch_rng_state"] ^ 1}
+    other_states = {**saved, "torch_rng_state": saved["torch_rng_state"] ^ 1}
     ranks = _ranks(2)
-    held = [dataclasses.replace(state, random=state_sums.random_key(saved)) for state in _held(ranks)]
-    agreed = agree(STEP, held)
-    assert ranks_with_other_random_states(agreed, held) == []
-    held[1] = dataclasses.replace(held[1], random=state_sums.random_key(other))
-    assert ranks_with_other_random_states(agreed, held) == [1]
-    held[1] = dataclasses.replace(held[1], random="")
-    assert ranks_with_other_random_states(agreed, held) == [], "a user may load none"
+    states = [dataclasses.replace(state, random=state_sums.random_key(saved)) for state in _held(ranks)]
+    agreed = agree(STEP, states)
+    assert ranks_with_other_random_states(agreed, states) == []
+    states[1] = dataclasses.replace(states[1], random=state_sums.random_key(other_states))
+    assert ranks_with_other_random_states(agreed, states) == [1]
+    states[1] = dataclasses.replace(states[1], random="")
+    assert ranks_with_other_random_states(agreed, states) == [], "a user may load none"
 
 
 def test_the_checkpoint_of_the_tracker_was_to_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loader may load another step, or none."""
+    """The loader may load another step, or none."""
     monkeypatch.setattr(save_check.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(save_check.dist, "broadcast_object_list", lambda values, src: None)
     assert save_check.chosen_checkpoint(tmp_path, None, 4) == (4, None)
@@ -450,25 +453,29 @@ def test_the_checkpoint_of_the_tracker_was_to_be_loaded(
 def test_each_rank_has_its_own_of_several_random_states() -> None:
     states: list[dict[str, Any]] = [{"torch_rng_state": torch.full((4,), rank)} for rank in range(2)]
     keys = state_sums.random_keys(states)
-    held = [dataclasses.replace(state, random=keys[rank]) for rank, state in enumerate(_held(_ranks(2)))]
-    agreed = agree(STEP, held)
-    assert ranks_with_other_random_states(agreed, held) == []
-    held[0] = dataclasses.replace(held[0], random=state_sums.random_key(states[1], 0))
-    assert ranks_with_other_random_states(agreed, held) == [0]
-    held[0] = dataclasses.replace(held[0], random=state_sums.random_key(states[0]))
-    assert ranks_with_other_random_states(agreed, held) == [], "the job has other options than the save"
+    held_states = [
+        dataclasses.replace(state, random=keys[rank]) for rank, state in enumerate(_held(_ranks(2)))
+    ]
+    agreed = agree(STEP, held_states)
+    assert ranks_with_other_random_states(agreed, held_states) == []
+    held_states[0] = dataclasses.replace(held_states[0], random=state_sums.random_key(states[1], 0))
+    assert ranks_with_other_random_states(agreed, held_states) == [0]
+    held_states[0] = dataclasses.replace(held_states[0], random=state_sums.random_key(states[0]))
+    assert ranks_with_other_random_states(agreed, held_states) == [], (
+        "the job has other options than the save"
+    )
 
 
 def test_random_states_of_a_rank_with_other_experts_are_no_difference() -> None:
     """A format may have one place for the random states of all ranks with the same dense model."""
-    held = [
+    held_states = [
         dataclasses.replace(state, group=f"mp_rank_00_00{rank}", random=f"{rank}", peers=(0, 1))
         for rank, state in enumerate(_held(_ranks(2)))
     ]
     agreed = AgreedState(
-        STEP, {state.group: AgreedGroup(state.layout, [], None, (state.random,)) for state in held}
+        STEP, {state.group: AgreedGroup(state.layout, [], None, (state.random,)) for state in held_states}
     )
-    loaded = [dataclasses.replace(state, random="0") for state in held]
+    loaded = [dataclasses.replace(state, random="0") for state in held_states]
     assert ranks_with_other_random_states(agreed, loaded) == []
     alone = [dataclasses.replace(state, peers=(rank,)) for rank, state in enumerate(loaded)]
     assert ranks_with_other_random_states(agreed, alone) == [1]
@@ -477,12 +484,12 @@ def test_random_states_of_a_rank_with_other_experts_are_no_difference() -> None:
 def test_holders_that_differ_do_not_agree() -> None:
     ranks = _ranks(1)
     twin = _ranks(1)
-    held = [_held(ranks)[0], _held(twin)[0]]
-    assert agree(STEP, held).groups["mp_rank_00"].shards[0].holders == (0, 1)
+    held_states = [_held(ranks)[0], _held(twin)[0]]
+    assert agree(STEP, held_states).groups["mp_rank_00"].shards[0].holders == (0, 1)
     twin[0].states[twin[0].model.c]["exp_avg"].view(torch.int32)[0] ^= 1 << 20
-    held = [_held(ranks)[0], _held(twin)[0]]
+    held_states = [_held(ranks)[0], _held(twin)[0]]
     with pytest.raises(CheckpointError) as raised:
-        agree(STEP, held)
+        agree(STEP, held_states)
     assert str(raised.value) == (
         "the state of step 12 is not agreed: ranks 0 and 1 hold different bits of exp_avg of shard 0 of"
         " mp_rank_00"
@@ -490,15 +497,15 @@ def test_holders_that_differ_do_not_agree() -> None:
 
 
 def test_sums_add_up_over_parts_and_depend_on_places() -> None:
-    whole = torch.randn(70_001)
-    total = placed_sum(whole)
+    tensor = torch.randn(70_001)
+    total = placed_sum(tensor)
     for cut in random.Random(7).sample(range(70_001), 40):
-        assert (placed_sum(whole[:cut]) + placed_sum(whole[cut:], cut)) & MASK == total
-    swapped = whole.clone()
+        assert (placed_sum(tensor[:cut]) + placed_sum(tensor[cut:], cut)) & MASK == total
+    swapped = tensor.clone()
     swapped[[3, 60_000]] = swapped[[60_000, 3]]
     assert placed_sum(swapped) != total
     for dtype in (torch.bfloat16, torch.float64, torch.bool):
-        part = whole.to(dtype)
+        part = tensor.to(dtype)
         assert (placed_sum(part[:333]) + placed_sum(part[333:], 333)) & MASK == placed_sum(part)
 
 
@@ -512,14 +519,14 @@ def test_a_manifest_keeps_the_agreed_state() -> None:
 
 def test_a_drill_says_whether_a_step_could_be_saved_without_a_rank() -> None:
     ranks = [*_ranks(1), *_ranks(1)]  # two holders of the only shard
-    held = [_held([rank])[0] for rank in ranks]
+    held_states = [_held([rank])[0] for rank in ranks]
     shares = {rank: _shares(0, 1) for rank in range(2)}
     boards = {rank: BoardRecord(rank, phase=Phase.RUNNING, oldest=STEP, finished=STEP) for rank in range(2)}
-    assert given_sums.problem(STEP, 1, boards, shares, held) == ""
-    alone = given_sums.problem(STEP, 0, {0: boards[0]}, {0: shares[0]}, held[:1])
+    assert given_sums.problem(STEP, 1, boards, shares, held_states) == ""
+    alone = given_sums.problem(STEP, 0, {0: boards[0]}, {0: shares[0]}, held_states[:1])
     assert alone == "shard 0 of 1 of group mp_rank_00 has no live holder, it was on rank 0"
     ranks[0].states[ranks[0].model.c]["exp_avg"].view(torch.int32)[0] ^= 1
-    held[0] = _held(ranks[:1])[0]
-    assert given_sums.problem(STEP, 1, boards, shares, held) == (
+    held_states[0] = _held(ranks[:1])[0]
+    assert given_sums.problem(STEP, 1, boards, shares, held_states) == (
         "ranks 0 and 1 hold different bits of exp_avg of shard 0 of mp_rank_00"
     )

@@ -1,4 +1,4 @@
-"""Imports go downwards and in no circle; those inside functions and under TYPE_CHECKING count, too."""
+"""Imports go downwards and form no circle, including those inside functions and under TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit import source_tree
 
-# From the bottom to the top; a module belongs to the longest of these names that it begins with. It imports
-# modules of its own layer and of those below it. docs/architecture.md says what each is for.
+# From bottom to top; a module belongs to the longest of these prefixes of its name. It may import
+# modules of its own and lower layers. docs/architecture.md describes the layers.
 LAYERS = (
     (
         *("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
@@ -40,7 +40,7 @@ LAYERS = (
     ("adaptor", "adaptor._start", "adaptor.commands", "adaptor.__main__"),
     ("adaptor.launchers",),
 )
-# The parts that a job can do without, by the beginnings of their modules' names. All else is the core, which
+# The optional parts, by prefixes of their modules' names. All other modules are the core, which
 # imports none of them: parts register by hooks (`adaptor.plug_ins`).
 OPTIONAL = {
     "operations": ("adaptor.operations", "adaptor.launchers.operations"),
@@ -56,7 +56,7 @@ OPTIONAL = {
 }
 # The public functions that `adaptor` names, and imports when a script asks for them.
 PUBLIC = {("adaptor", "adaptor.transform.functions")}
-# The launcher starts processes that train, it is none: what only those need is not for it.
+# The launcher starts training processes: it must not import what only those need.
 WORKERS_ONLY = (
     "adaptor.worker",
     "adaptor.online",
@@ -132,16 +132,16 @@ def _layer(module: str) -> int:
     ]
 
 
-def test_all_that_ships_is_looked_at(graph: dict[str, set[str]]) -> None:
+def test_the_graph_has_every_shipped_module(graph: dict[str, set[str]]) -> None:
     assert {"adaptor", "adaptor.patches.megatron_core", "adaptor.launchers.agent.node"} <= graph.keys()
 
 
 def test_no_import_goes_upwards(graph: dict[str, set[str]]) -> None:
     upwards = [
-        f"{module} imports {other}, which is above it"
-        for module, others in sorted(graph.items())
-        for other in sorted(others)
-        if _layer(other) > _layer(module)
+        f"{module} imports {imported}, which is above it"
+        for module, imports_of_module in sorted(graph.items())
+        for imported in sorted(imports_of_module)
+        if _layer(imported) > _layer(module)
     ]
     assert upwards == []
 
@@ -154,33 +154,35 @@ def part_of(module: str) -> str | None:
 def test_the_core_imports_no_optional_part(graph: dict[str, set[str]]) -> None:
     assert {part_of(module) for module in graph} == {None, *OPTIONAL}
     imports = [
-        f"{module} imports {other} of {part_of(other)}"
-        for module, others in sorted(graph.items())
-        for other in sorted(others)
-        if part_of(module) is None and part_of(other) is not None and (module, other) not in PUBLIC
+        f"{module} imports {imported} of {part_of(imported)}"
+        for module, imports_of_module in sorted(graph.items())
+        for imported in sorted(imports_of_module)
+        if part_of(module) is None and part_of(imported) is not None and (module, imported) not in PUBLIC
     ]
     assert imports == []
 
 
 def test_there_is_no_circle(graph: dict[str, set[str]]) -> None:
-    rest = dict(graph)
-    while leaves := [module for module, others in rest.items() if not others & rest.keys()]:
+    remaining = dict(graph)
+    while leaves := [
+        module for module, imports_of_module in remaining.items() if not imports_of_module & remaining.keys()
+    ]:
         for module in leaves:
-            del rest[module]
+            del remaining[module]
     # What imports a circle stays as well: take away what nothing in the rest imports.
-    while tops := rest.keys() - {other for others in rest.values() for other in others}:
+    while tops := remaining.keys() - {imported for others in remaining.values() for imported in others}:
         for module in tops:
-            del rest[module]
-    assert sorted(rest) == []
+            del remaining[module]
+    assert sorted(remaining) == []
 
 
 def test_the_controller_decides_by_messages_alone(graph: dict[str, set[str]]) -> None:
     for package, allowed in PURE.items():
         mixed = [
-            f"{module} imports {other}"
-            for module, others in sorted(graph.items())
-            for other in sorted(others)
-            if _belongs(module, package) and not any(_belongs(other, name) for name in allowed)
+            f"{module} imports {imported}"
+            for module, imports_of_module in sorted(graph.items())
+            for imported in sorted(imports_of_module)
+            if _belongs(module, package) and not any(_belongs(imported, name) for name in allowed)
         ]
         assert mixed == []
 
@@ -190,7 +192,7 @@ def test_the_launcher_imports_nothing_of_the_worker(graph: dict[str, set[str]]) 
     reached, new = set[str](), launcher
     while new:
         reached |= new
-        new = {other for module in new for other in graph[module]} - reached
+        new = {imported for module in new for imported in graph[module]} - reached
     theirs = [name for name in sorted(reached) if any(_belongs(name, worker) for worker in WORKERS_ONLY)]
     assert theirs == []
 
@@ -215,30 +217,30 @@ def test_settings_are_read_once() -> None:
 
 def test_a_coroutine_that_is_cancelled_ends() -> None:
     """In Python 3.10 and 3.11 `asyncio.wait_for` may lose a cancellation; `wire.deadline` does not."""
-    found = [
+    calls = [
         f"{module}, line {node.lineno}"
         for module, path in source_tree.modules().items()
         for node in source_tree.nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "wait_for"
         if isinstance(node.value, ast.Name) and node.value.id == "asyncio"
     ]
-    assert found == []
+    assert calls == []
 
 
 def test_frames_are_read_while_no_garbage_is_collected() -> None:
-    found = {
+    modules = {
         module
         for module, path in source_tree.modules().items()
         for node in source_tree.nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "_current_frames"
     }
-    assert found == {"adaptor.worker.stacks"}
+    assert modules == {"adaptor.worker.stacks"}
 
 
 def _changing_classes() -> set[str]:
-    """Return the names of our classes whose objects change themselves after they were made.
+    """Return the names of the adaptor's classes whose objects change after their construction.
 
-    A unit of patches is a declaration, which `adaptor.patching._unit._units` holds.
+    A unit of patches is a declaration, held by `adaptor.patching._unit._units`.
     """
     return {
         kind.name
@@ -257,7 +259,7 @@ def _changing_classes() -> set[str]:
 
 
 def _state(path: Path, changing: set[str]) -> Iterator[str]:
-    """Return the names that functions of a module rebind, and its containers and objects that change."""
+    """Yield the names that a module's functions rebind, and its mutable containers and objects."""
     for node in source_tree.nodes(path):
         if isinstance(node, ast.Global):
             yield from node.names
@@ -265,9 +267,9 @@ def _state(path: Path, changing: set[str]) -> Iterator[str]:
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        made = statement.value
-        kind = ast.unparse(made.func).split("[")[0].split(".")[-1] if isinstance(made, ast.Call) else ""
-        mutable = isinstance(made, ast.List | ast.Dict | ast.Set) or kind in (
+        value = statement.value
+        kind = ast.unparse(value.func).split("[")[0].split(".")[-1] if isinstance(value, ast.Call) else ""
+        mutable = isinstance(value, ast.List | ast.Dict | ast.Set) or kind in (
             *("list", "dict", "set", "deque", "defaultdict", "OrderedDict", "Counter"),
             *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
             *changing,
@@ -281,32 +283,32 @@ def _state(path: Path, changing: set[str]) -> Iterator[str]:
 
 def test_state_stands_in_the_context() -> None:
     changing = _changing_classes()
-    found = {
+    names = {
         f"{module}.{name}"
         for module, path in source_tree.modules().items()
         for name in _state(path, changing)
     }
-    assert found - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
-    assert STATE.keys() - found == set(), "declared, and no longer there"
+    assert names - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
+    assert STATE.keys() - names == set(), "declared, and no longer there"
 
 
 def test_no_module_changes_a_name_of_another(graph: dict[str, set[str]]) -> None:
-    """What changes a module of ours is a function of it."""
+    """Only functions of a module change its state."""
     changed = [
         f"{module}, line {node.lineno}: {ast.unparse(node)}"
         for module, path in source_tree.modules().items()
-        if (own := _own_modules(path, graph))
+        if (own_names := _own_modules(path, graph))
         for node in source_tree.nodes(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)
-        and node.value.id in own
+        and node.value.id in own_names
     ]
     assert changed == []
 
 
 def _own_modules(path: Path, graph: dict[str, set[str]]) -> set[str]:
-    """Return the names by which a module has imported modules of ours."""
+    """Return the names by which a module has imported the adaptor's modules."""
     return {
         (alias.asname or alias.name).split(".")[0]
         for node in source_tree.nodes(path)
@@ -332,9 +334,9 @@ def test_arguments_are_named_and_not_grouped() -> None:
 def test_messages_are_imported_from_their_package(graph: dict[str, set[str]]) -> None:
     package = "adaptor.protocol.messages"
     past_it = [
-        f"{module} imports {other}"
-        for module, others in sorted(graph.items())
-        for other in sorted(others)
-        if other.startswith(f"{package}.") and not _belongs(module, package)
+        f"{module} imports {imported}"
+        for module, imports_of_module in sorted(graph.items())
+        for imported in sorted(imports_of_module)
+        if imported.startswith(f"{package}.") and not _belongs(module, package)
     ]
     assert past_it == []

@@ -1,4 +1,4 @@
-"""TTP_TORCHRUN=1: ttprun takes the place of the torchrun that a framework starts by itself."""
+"""TTP_TORCHRUN=1: ttprun replaces the torchrun that a framework starts itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ports import free_ports
 from tests.unit.nodes import ROOT
 from tests.waiting import captured
 
-# A framework's own command, as those of ms-swift (a module) and LLaMA-Factory (a program) are.
+# A framework's command that starts torchrun: ms-swift's is a module, LLaMA-Factory's a program.
 FRAMEWORK = """
 import subprocess, sys
 sys.exit(subprocess.run(sys.argv[1:]).returncode)
@@ -32,7 +32,7 @@ def _run(folder: Path, program: str, value: str) -> subprocess.CompletedProcess[
     declared = (
         (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torchrun.handlers"]')[2]
     )
-    info = folder / "site/entry-1.dist-info"  # the environment of the tests may be older than the declaration
+    info = folder / "site/entry-1.dist-info"  # the tests' environment may be older than the declaration
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1\n")
     name, value_of_name = declared.split("\n")[1].split(" = ")
@@ -61,14 +61,14 @@ def _run(folder: Path, program: str, value: str) -> subprocess.CompletedProcess[
 )
 @pytest.mark.integration
 @pytest.mark.parametrize(("program", "value"), [("program", "1"), ("module", "True"), ("program", "0")])
-def test_who_starts_the_workers(program: str, value: str, tmp_path: Path) -> None:
+def test_which_launcher_starts_the_workers(program: str, value: str, tmp_path: Path) -> None:
     completed = _run(tmp_path, program, value)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"['--iters', '8'] {'False 0' if value == '0' else 'True None'}\n"
 
 
 @pytest.mark.integration
-def test_a_value_that_makes_no_sense(tmp_path: Path) -> None:
+def test_an_invalid_value_is_one_line(tmp_path: Path) -> None:
     completed = _run(tmp_path, "program", "yes")
     assert completed.returncode == 1
     assert completed.stdout == ""

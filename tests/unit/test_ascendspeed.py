@@ -1,4 +1,4 @@
-"""What the patches on ModelLink make of its arguments, without the framework."""
+"""The patches' checks of ModelLink's arguments, without the framework."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from adaptor.protocol import environment
 from adaptor.protocol.framework_options import START_ONLY
 
 
-def _args(**more: Any) -> Namespace:
+def _args(**changes: Any) -> Namespace:
     usual = {"optimizer": "adam", "use_distributed_optimizer": True, "local_copy_os": False}
-    return Namespace(**{**usual, **more})
+    return Namespace(**{**usual, **changes})
 
 
 def _require_protected(args: Namespace) -> None:
@@ -50,15 +50,15 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("given", "line"), REFUSED)
-def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -> None:
+@pytest.mark.parametrize(("options", "line"), REFUSED)
+def test_unsupported_options_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(UnsupportedError, match=line):
-        _require_protected(_args(**given))
+        _require_protected(_args(**options))
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TTP_HOST_COPY", "5"), ("TTP_LAYOUT_ONLY", "layout")])
 def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would come of them, so they are refused."""
+    """They would have no effect, so they are refused."""
     monkeypatch.setenv(variable, value)
     context.forget()
     with pytest.raises(UnsupportedError, match=f"^{variable} is set: "):
@@ -66,7 +66,7 @@ def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("options", "line"),
     [
         ({"virtual_optimizer": [65.0]}, r"--virtual-optimizer is \[65.0\]: optimizer state that is on the"),
         ({"smart_swap": True}, "--smart-swap is True: tensors that are on the host"),
@@ -83,24 +83,24 @@ def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: p
         ({"enable_expert_placement": True}, "--enable-expert-placement is True: experts that move"),
     ],
 )
-def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
-    """They add these options to Megatron-LM's own."""
+def test_options_of_modellink_1_2_and_mindspeed_llm_are_refused(options: dict[str, Any], line: str) -> None:
+    """These frameworks add the options to Megatron-LM's."""
     usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
     usual |= {"optimizer_selection": "fused_adamw"}
     megatron_lm.require_protected(Namespace(**usual))
     with pytest.raises(UnsupportedError, match=line):
-        megatron_lm.require_protected(Namespace(**given))
+        megatron_lm.require_protected(Namespace(**options))
 
 
 @pytest.mark.parametrize("option", ["reuse_fp32_param", "swap_optimizer"])
 def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are protected in the form in which MindSpeed itself brings them back from a checkpoint."""
+    """Protected in the form that MindSpeed restores from a checkpoint."""
     usual = {option: True, "use_distributed_optimizer": True, "ckpt_format": "torch"}
     flag = f"--{option.replace('_', '-')} is True: it cannot be protected "
 
-    def refused(line: str, **given: Any) -> None:
+    def refused(line: str, **options: Any) -> None:
         with pytest.raises(UnsupportedError, match=f"^{flag}{line}"):
-            megatron_lm.require_protected(Namespace(**{**usual, **given}))
+            megatron_lm.require_protected(Namespace(**{**usual, **options}))
 
     megatron_lm.require_protected(Namespace(**usual))
     refused("without --use-distributed-optimizer", use_distributed_optimizer=False)
@@ -120,13 +120,13 @@ def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatc
     refused("with a local copy")
 
 
-def test_what_is_protected_is_not() -> None:
+def test_protected_jobs_are_accepted() -> None:
     _require_protected(_args(local_copy_os=True))
     _require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
 
 
 def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every framework; TTP_LOCAL_COPY copies whatever an update changes."""
+    """On every framework; TTP_LOCAL_COPY copies everything that an update changes."""
     monkeypatch.delenv("TTP_LOCAL_COPY", raising=False)
     with pytest.raises(
         UnsupportedError, match="--local-copy-os is given without --use-distributed-optimizer: add"
@@ -134,10 +134,10 @@ def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.Mo
         supported_options.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
     assert not context.get().settings.local_copy
     supported_options.take_local_copy(_args(use_distributed_optimizer=False))
-    given = _args(local_copy_os=True)
-    supported_options.take_local_copy(given)
+    options = _args(local_copy_os=True)
+    supported_options.take_local_copy(options)
     assert context.get().settings.local_copy
-    assert "local_copy_os" not in given, "the framework would save it"
+    assert "local_copy_os" not in options, "the framework would save it"
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -157,13 +157,13 @@ def test_a_restart_loads_all_that_was_saved(
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
-    given = {name: getattr(args, name) for name in began}
+    options = {name: getattr(args, name) for name in began}
     stdout = capsys.readouterr().out
     if not tracked:  # it has saved nothing, and begins once more
-        assert (args.load, given, stdout) == ("/weights", began, "")
+        assert (args.load, options, stdout) == ("/weights", began, "")
         return
     assert args.load == args.save
-    assert not any(given.values())
+    assert not any(options.values())
     assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in stdout
     assert (
         "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in stdout
@@ -174,7 +174,7 @@ def test_a_restart_loads_all_that_was_saved(
 def test_a_restart_that_may_have_copies_looks_for_them(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job without --load may be told to exit where a checkpoint is missing; it needs none to begin."""
+    """A job without --load may be set to exit without a checkpoint; it needs none to begin."""
     monkeypatch.setenv(environment.IS_RESTART, "1")
     monkeypatch.setenv(environment.COPY_FILES, '{"0": ["/proc/1/fd/7", "/proc/1/fd/8"]}')
     monkeypatch.setenv("TTP_HOST_COPY", setting)
@@ -186,16 +186,16 @@ def test_a_restart_that_may_have_copies_looks_for_them(
 @pytest.mark.robustness(
     "B9", "a job is restarted that was given no option of its beginning", "no line says that one is left out"
 )
-@pytest.mark.parametrize("same", ["{}", "{}/", "{}/../save"])
-def test_a_restart_says_nothing_of_what_nobody_gave(
-    same: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("spelling", ["{}", "{}/", "{}/../save"])
+def test_a_restart_does_not_report_defaults(
+    spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's default of --load-main-params-from-ckpt is None; a folder may be spelt in two ways."""
+    """Megatron's default of --load-main-params-from-ckpt is None; a folder has several spellings."""
     save = tmp_path / "save"
     save.mkdir()
     (save / "latest_checkpointed_iteration.txt").write_text("3")
     none = dict.fromkeys(("no_load_optim", "no_load_rng", "load_main_params_from_ckpt", "ckpt_step"))
-    args = Namespace(rank=0, save=str(save), load=same.format(save), finetune=False, **none)
+    args = Namespace(rank=0, save=str(save), load=spelling.format(save), finetune=False, **none)
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
     assert (args.load, capsys.readouterr().out) == (str(save), "")
@@ -204,7 +204,7 @@ def test_a_restart_says_nothing_of_what_nobody_gave(
 def test_a_restart_loads_the_optimizer_from_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the folder is spelt, and also before it has saved anything later."""
+    """Whatever the spelling of the folder, and before any later save."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     args = Namespace(rank=0, save=str(tmp_path), load=f"{tmp_path}/", finetune=False, no_load_optim=True)
     monkeypatch.setenv(environment.IS_RESTART, "1")
@@ -213,7 +213,7 @@ def test_a_restart_loads_the_optimizer_from_its_own_folder(
 
 
 @pytest.mark.parametrize(
-    ("saved", "given", "loads"),
+    ("saved", "options", "loads"),
     [
         ("3", {}, "/weights"),  # of an earlier run: this one began at 300, and has saved nothing
         ("301", {}, "--save"),
@@ -227,20 +227,20 @@ def test_a_restart_loads_the_optimizer_from_its_own_folder(
     ],
 )
 def test_a_restart_goes_back_to_no_earlier_run(
-    saved: str, given: dict[str, Any], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: str, options: dict[str, Any], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save, load = tmp_path / "save", tmp_path / "weights"
     for folder, step in ((save, saved), (load, "300")):
         folder.mkdir()
         (folder / "latest_checkpointed_iteration.txt").write_text(step)
     args = Namespace(
-        rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
+        rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **options}
     )
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
     assert args.load == str(save if loads == "--save" else load)
-    expected = {name: START_ONLY[name] for name in given} if loads == "--save" else given
-    assert {name: getattr(args, name) for name in given} == expected
+    expected = {name: START_ONLY[name] for name in options} if loads == "--save" else options
+    assert {name: getattr(args, name) for name in options} == expected
 
 
 def test_a_model_that_modelopt_has_converted() -> None:
@@ -254,7 +254,7 @@ def test_a_model_that_modelopt_has_converted() -> None:
 
 
 def test_samples_of_an_evaluation() -> None:
-    """With --full-validation a rank that reads no data has no number, and gets rank 0's."""
+    """With --full-validation a rank without data gets rank 0's number."""
     args = Namespace(global_batch_size=8, do_valid=True, eval_interval=5)
     assert [megatron_lm.evaluated(args, 2, step) for step in (4, 5, 6, 10)] == [0, 16, 0, 16]
     assert megatron_lm.evaluated(args, [2, 3], 5) == 40
@@ -269,7 +269,7 @@ def test_samples_of_an_evaluation() -> None:
     ("world", "tensor", "pipeline", "size"), [(8, 2, 2, 2), (6, 2, 1, 3), (2, 4, 1, 1), (4, 2, 8, 1)]
 )
 def test_the_data_parallel_size(world: int, tensor: int, pipeline: int, size: int) -> None:
-    """Sizes that the job is too small for are made smaller, as the framework does."""
+    """As in the framework, sizes too large for the job are reduced."""
     args = Namespace(
         world_size=world, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
     )

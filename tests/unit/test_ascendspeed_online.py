@@ -1,4 +1,4 @@
-"""Which jobs of ModelLink are recovered online, and what is kept for their log."""
+"""The jobs of ModelLink that are recovered online, and the losses kept for their log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from adaptor.frameworks.training_loop import Recovery
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("options", "reason"),
     [
         ({}, ""),
-        # As the framework has them where they are not given.
+        # the framework's defaults
         ({"DDP_impl": "local", "auto_recompute_device_size": -1, "optimized_pipeline": False}, ""),
         ({"is_instruction_dataset": False, "adlr_autoresume": False}, ""),
         ({"DDP_impl": "torch"}, "--DDP-impl torch keeps work of a step in torch's own buckets"),
@@ -36,12 +36,12 @@ from adaptor.frameworks.training_loop import Recovery
         ({"adlr_autoresume": True}, "--adlr-autoresume ends jobs in a way of its own"),
     ],
 )
-def test_options_with_which_a_step_cannot_be_made_again(given: dict[str, Any], why: str) -> None:
-    assert of_options(Namespace(**given)) == why
+def test_options_with_which_a_step_cannot_be_made_again(options: dict[str, Any], reason: str) -> None:
+    assert of_options(Namespace(**options)) == reason
 
 
 @pytest.mark.parametrize(
-    ("train", "valid", "why"),
+    ("train", "valid", "reason"),
     [
         (iter([]), [iter([])], ""),
         (None, [None], ""),  # another rank of this part of the model reads the data
@@ -51,12 +51,12 @@ def test_options_with_which_a_step_cannot_be_made_again(given: dict[str, Any], w
         (iter([]), None, "valid_data_iterator is a NoneType, and no list"),
     ],
 )
-def test_data_that_can_be_read_once_more(train: Any, valid: Any, why: str) -> None:
-    assert of_data({"train_data_iterator": train, "valid_data_iterator": valid}) == why
+def test_data_that_can_be_read_once_more(train: Any, valid: Any, reason: str) -> None:
+    assert of_data({"train_data_iterator": train, "valid_data_iterator": valid}) == reason
 
 
 def test_losses_are_averaged_as_the_framework_averages_them() -> None:
-    """Its sum begins with the first micro-batch, so the last bit is its own."""
+    """Its sum starts with the first micro-batch, which decides the last bit."""
     log = AscendLog(lambda data: None, b"", 0, "ascendspeed.training")
     losses = [{"lm loss": torch.tensor(1.0 + 2.0**-n)} for n in (23, 12, 1)]
     joined = log.joined(losses)["lm loss"]
@@ -66,7 +66,7 @@ def test_losses_are_averaged_as_the_framework_averages_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads", "built", "made"),
+    ("reads", "built", "expected"),
     [
         (True, ("train", ["valid"], []), ("train", ["valid"], [])),
         # Alone it was told, by itself, that there is nothing to evaluate on.
@@ -74,21 +74,21 @@ def test_losses_are_averaged_as_the_framework_averages_them() -> None:
     ],
 )
 def test_the_data_of_a_new_process(
-    reads: bool, built: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+    reads: bool, built: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The framework asserts things of a job that goes on from a step, which this one does not."""
+    """The framework asserts conditions of a resumed job that a newcomer does not meet."""
     context.forget()
     context.part(Recovery).answers["asked"] = {"do_train": 1, "do_valid": True, "do_test": True}
     args = Namespace(iteration=5, do_valid=reads)
     framework = types.ModuleType("ascendspeed")
     framework.get_args = lambda: args  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ascendspeed", framework)
-    seen: list[int] = []
+    iterations: list[int] = []
 
     def build() -> Any:
-        seen.append(args.iteration)
+        iterations.append(args.iteration)
         return built
 
-    assert build_data(build) == made
-    assert seen == [0]
+    assert build_data(build) == expected
+    assert iterations == [0]
     assert args == Namespace(iteration=5, do_train=1, do_valid=True, do_test=True)

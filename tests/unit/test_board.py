@@ -1,4 +1,4 @@
-"""The board: a worker in a process of its own writes, this process reads."""
+"""The board: a worker in a child process writes, this process reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import BoardRecord, Phase
 from tests.unit.threads import Thread
 
-# Every field of a record says the same number, and the next record says the next one.
+# All fields of a record hold the same number, and the next record the next number.
 FAST_WRITER = """
 import os, sys
 from adaptor.protocol.board import Board
@@ -79,33 +79,33 @@ def writer(script: str, memory: BoardMemory) -> Iterator[subprocess.Popen[str]]:
 
 def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
     with memory_of(3, 1) as memory:
-        one = Board(1, memory.path, memory.slots)
+        worker_board = Board(1, memory.path, memory.slots)
         assert memory.read(3) == BoardRecord(rank=3)
         assert (memory.read(1).phase, memory.read(1).pid) == (Phase.STARTING, os.getpid())
-        one.start(4)
-        one.ready(5)
-        one.grad_norm = 0.5
-        one.updating(copied=False)
+        worker_board.start(4)
+        worker_board.ready(5)
+        worker_board.grad_norm = 0.5
+        worker_board.updating(copied=False)
         read = memory.read(1)
         assert (read.phase, read.oldest, read.finished, read.ahead) == (Phase.UPDATING, 5, 4, 5)
         assert read.grad_norm == 0.5
-        one.finish(5)
-        one.finish(6)
-        one.advance(1000)
-        one.fail("é" * 200)
+        worker_board.finish(5)
+        worker_board.finish(6)
+        worker_board.advance(1000)
+        worker_board.fail("é" * 200)
         read = memory.read(1)
         assert (read.phase, read.oldest, read.finished, read.progress) == (Phase.RUNNING, 5, 6, 1000)
         assert read.error.startswith("é" * 127)
         assert (read.inside, read.slowest) == (-1, 0.0)
-        one.enter(7)
+        worker_board.enter(7)
         assert memory.read(1).inside == 7
-        one.leave(1.5)
+        worker_board.leave(1.5)
         read = memory.read(1)
         assert (read.inside, read.slowest) == (-1, 1.5)
         assert (read.usual, read.turns) == (-1.0, 0)
-        one.turn(2.5)
+        worker_board.turn(2.5)
         assert (memory.read(1).usual, memory.read(1).turns) == (2.5, 1)
-        one.turn(-1.0)
+        worker_board.turn(-1.0)
         read = memory.read(1)
         assert (read.usual, read.turns) == (-1.0, 2)
         other_board = Board(3, memory.path, memory.slots)
@@ -120,86 +120,86 @@ def provided(memory: BoardMemory) -> list[int]:
 
 def test_which_steps_a_rank_provides() -> None:
     with memory_of(0) as memory:
-        one = Board(0, memory.path, memory.slots)
+        worker_board = Board(0, memory.path, memory.slots)
         assert provided(memory) == []
-        one.start(4)
+        worker_board.start(4)
         assert provided(memory) == [4]
-        one.ready(5)
+        worker_board.ready(5)
         assert provided(memory) == [4, 5]
-        one.updating(copied=False)
+        worker_board.updating(copied=False)
         assert provided(memory) == [5]
-        one.finish(5)
-        one.finish(6)  # skipped
+        worker_board.finish(5)
+        worker_board.finish(6)  # skipped
         assert provided(memory) == [5, 6]
-        one.ready(7)
-        one.updating(copied=False)
-        one.broken()
+        worker_board.ready(7)
+        worker_board.updating(copied=False)
+        worker_board.broken()
         assert provided(memory) == []
 
 
 def test_which_steps_a_rank_with_a_local_copy_provides() -> None:
-    """Live until the update begins, then from the copy until the next copy is taken."""
+    """From the live state until the update begins, then from the copy until the next copy."""
     with memory_of(0) as memory:
-        one = Board(0, memory.path, memory.slots)
-        one.start(4)
-        one.ready(5)
-        one.copying()
-        assert (provided(memory), one.live) == ([4, 5], 4)
-        one.updating(copied=True)
-        assert (provided(memory), one.live) == ([4, 5], 5)
-        one.finish(5)
-        one.finish(6)  # skipped
-        assert (provided(memory), one.live) == ([4, 5, 6], 5)
-        one.ready(7)
-        assert (provided(memory), one.live) == ([4, 5, 6, 7], 5)
-        one.copying()
-        assert (provided(memory), one.live) == ([5, 6, 7], 5)
-        one.updating(copied=True)
-        assert (provided(memory), one.live) == ([5, 6, 7], 7)
-        one.broken()
-        assert (provided(memory), one.live) == ([5, 6], 7)
-        one.end()
+        worker_board = Board(0, memory.path, memory.slots)
+        worker_board.start(4)
+        worker_board.ready(5)
+        worker_board.copying()
+        assert (provided(memory), worker_board.live) == ([4, 5], 4)
+        worker_board.updating(copied=True)
+        assert (provided(memory), worker_board.live) == ([4, 5], 5)
+        worker_board.finish(5)
+        worker_board.finish(6)  # skipped
+        assert (provided(memory), worker_board.live) == ([4, 5, 6], 5)
+        worker_board.ready(7)
+        assert (provided(memory), worker_board.live) == ([4, 5, 6, 7], 5)
+        worker_board.copying()
+        assert (provided(memory), worker_board.live) == ([5, 6, 7], 5)
+        worker_board.updating(copied=True)
+        assert (provided(memory), worker_board.live) == ([5, 6, 7], 7)
+        worker_board.broken()
+        assert (provided(memory), worker_board.live) == ([5, 6], 7)
+        worker_board.end()
         assert provided(memory) == []
 
 
-def test_numbers_that_are_none() -> None:
+def test_a_grad_norm_that_is_not_finite() -> None:
     with memory_of(0) as memory:
-        one = Board(0, memory.path, memory.slots)
-        one.grad_norm = math.inf
-        one.write()
+        worker_board = Board(0, memory.path, memory.slots)
+        worker_board.grad_norm = math.inf
+        worker_board.write()
         assert memory.read(0).grad_norm == math.inf
 
 
 @pytest.fixture(params=["another core", "the same core"])
 def core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On the same core, the writer stands still in the middle of what it did whenever the reader runs."""
-    before = os.sched_getaffinity(0)
+    """With both on one core the writer stands still in the middle of a write whenever the reader runs."""
+    affinity = os.sched_getaffinity(0)
     if request.param == "the same core":
-        os.sched_setaffinity(0, {min(before)})
+        os.sched_setaffinity(0, {min(affinity)})
     yield
-    os.sched_setaffinity(0, before)
+    os.sched_setaffinity(0, affinity)
 
 
 @pytest.mark.usefixtures("core")
 def test_no_reading_is_torn() -> None:
-    seen = 0
+    newest = 0
     with memory_of(0, 1) as memory, writer(FAST_WRITER, memory) as process:
         assert process.stdout is not None
         process.stdout.readline()
         end = time.monotonic() + 1
-        while time.monotonic() < end or seen <= 1000:
-            os.sched_yield()  # to the writer, on the same core
+        while time.monotonic() < end or newest <= 1000:
+            os.sched_yield()  # let the writer run on the same core
             read = memory.read(1)
             n = read.finished
-            assert n >= seen
+            assert n >= newest
             assert (read.oldest, read.ahead, read.progress, read.grad_norm) == (n, n, n, n)
             assert read.error == str(n)
-            seen = n
+            newest = n
 
 
 @pytest.mark.usefixtures("restless")
 def test_two_threads_of_a_worker_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread trains while a dump counts its progress: what a reader may be reading is left alone."""
+    """The main thread trains while a dump counts its progress: the record being read stays untouched."""
     original = board._RECORD
     disturbed: list[int] = []
 
@@ -214,18 +214,18 @@ def test_two_threads_of_a_worker_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(board, "_RECORD", Watched)
     with memory_of(0) as memory:
-        one = Board(0, memory.path, memory.slots)
-        one.start(0)
+        worker_board = Board(0, memory.path, memory.slots)
+        worker_board.start(0)
 
         def dump() -> None:
             for _ in range(2000):
-                one.advance(1)
+                worker_board.advance(1)
 
         with Thread(dump):
             for step in range(1, 1000):
-                one.ready(step)
-                one.updating(copied=False)
-                one.finish(step)
+                worker_board.ready(step)
+                worker_board.updating(copied=False)
+                worker_board.finish(step)
         assert disturbed == []
         assert memory.read(0).finished == 999
         assert memory.read(0).progress == 2000
@@ -251,7 +251,7 @@ def test_a_death_in_the_middle_of_a_write_leaves_the_record_before() -> None:
         assert (read.rank, read.pid, read.phase, read.finished) == (1, process.pid, Phase.RUNNING, 7)
 
 
-def test_nothing_has_a_name() -> None:
+def test_the_memory_has_no_name() -> None:
     with memory_of(0) as memory:
         path = Path(memory.path)
         assert str(path.readlink()).startswith("/memfd:")
@@ -272,15 +272,15 @@ def test_the_memory_is_the_users_alone() -> None:
 
 
 def test_memory_that_a_thread_still_waits_in_can_be_let_go_of() -> None:
-    """A thread that waits for a lifeline says that it is through before it has let go of the lock."""
+    """A waiter reports a broken lifeline before it releases the lock."""
     memory = BoardMemory([0])
     lifeline = memory.lifelines[0]
     memory.close()
     assert not lifeline.wait(lambda: False)
-    lifeline.hold()  # the page is there until the last one lets go
+    lifeline.hold()  # the page exists until the last holder releases it
 
 
-# Keeps one text after another, and dies in the middle of the third.
+# Keeps three texts in turn, and dies in the middle of the third.
 DYING_KEEPER = """
 import os, signal, sys
 from adaptor.protocol import board
@@ -301,26 +301,26 @@ one.keep(b"third")
 """
 
 
-def test_what_a_process_has_kept_is_there_for_the_one_that_takes_its_place() -> None:
+def test_a_kept_text_is_read_by_the_next_process() -> None:
     with memory_of(0, 1) as memory:
         assert Board(1, memory.path, memory.slots).kept == b""
         with writer(DYING_KEEPER, memory) as process:
             assert process.wait() == -signal.SIGKILL
         memory.reset(1)
         assert memory.read(1) == BoardRecord(rank=1)
-        one = Board(1, memory.path, memory.slots)
-        assert one.kept == b"second" * 50
+        worker_board = Board(1, memory.path, memory.slots)
+        assert worker_board.kept == b"second" * 50
         assert Board(0, memory.path, memory.slots).kept == b""
 
 
-def test_what_is_too_long_to_be_kept_leaves_nothing_of_before() -> None:
+def test_a_text_too_long_to_keep_removes_the_previous_text() -> None:
     with memory_of(0, 1) as memory:
-        one = Board(0, memory.path, memory.slots)
-        one.keep(b"before")
-        one.keep(b"x" * board.SLOT)
-        one.hold_lifeline()
+        worker_board = Board(0, memory.path, memory.slots)
+        worker_board.keep(b"before")
+        worker_board.keep(b"x" * board.SLOT)
+        worker_board.hold_lifeline()
         assert Board(0, memory.path, memory.slots).kept == b""
-        one.keep(b"x" * 900)
+        worker_board.keep(b"x" * 900)
         assert Board(0, memory.path, memory.slots).kept == b"x" * 900
         assert Board(1, memory.path, memory.slots).kept == b""
 
@@ -328,7 +328,7 @@ def test_what_is_too_long_to_be_kept_leaves_nothing_of_before() -> None:
 HOLDER = """
 import sys, threading
 from adaptor.protocol.board import Board
-threading.Thread(target=threading.Event().wait, daemon=True).start()  # another thread, which outlives none
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # another thread, a daemon
 Board(1, *sys.argv[1:]).hold_lifeline()
 print("held", flush=True)
 sys.stdin.read()
@@ -358,23 +358,23 @@ def _wait(memory: BoardMemory) -> threading.Event:
 def test_a_killed_process_lets_go_of_its_lifeline() -> None:
     memory = BoardMemory([0, 1])
     with _holder(memory) as process:
-        ended = _wait(memory)
-        assert not ended.wait(0.2)
+        lifeline_broke = _wait(memory)
+        assert not lifeline_broke.wait(0.2)
         os.kill(process.pid, signal.SIGKILL)
-        assert ended.wait(LIMIT_S)
+        assert lifeline_broke.wait(LIMIT_S)
     memory.close()
 
 
 def test_a_process_that_ends_lets_go_of_its_lifeline() -> None:
     memory = BoardMemory([0, 1])
     with _holder(memory) as process:
-        ended = _wait(memory)
+        lifeline_broke = _wait(memory)
         process.communicate("")
-        assert ended.wait(LIMIT_S)
+        assert lifeline_broke.wait(LIMIT_S)
     memory.close()
 
 
-def test_whoever_waits_late_is_told_all_the_same() -> None:
+def test_a_late_waiter_sees_the_broken_lifeline() -> None:
     memory = BoardMemory([0, 1])
     with _holder(memory) as process:
         process.kill()
@@ -385,16 +385,16 @@ def test_whoever_waits_late_is_told_all_the_same() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "pthread_mutex_clocklock"), reason="glibc before 2.30")
 def test_a_wall_clock_that_is_put_back_makes_no_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read of it, the kernel would wait for: an hour here."""
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    """The kernel would wait until the earlier reading of the clock: an hour here."""
+    real_time = time.time
+    monkeypatch.setattr(time, "time", lambda: real_time() + 3600.0)
     memory = BoardMemory([0, 1])
     with _holder(memory) as process:
-        asked = iter([True, False])
+        answers = iter([True, False])
         over = threading.Event()
 
         def wait() -> None:
-            assert not memory.lifelines[1].wait(lambda: next(asked))
+            assert not memory.lifelines[1].wait(lambda: next(answers))
             over.set()
 
         threading.Thread(target=wait, daemon=True).start()

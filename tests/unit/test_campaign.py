@@ -1,4 +1,4 @@
-"""The campaign of benchmarks/: what it draws, and what it takes for survivable."""
+"""The campaign of benchmarks/: its drawn faults, and which faults count as survivable."""
 
 from __future__ import annotations
 
@@ -52,12 +52,14 @@ def _killed(*ranks: int, kind: str = "sigkill") -> list[Fault]:
         ("dp2-whole", _killed(1), True),
     ],
 )
-def test_who_holds_what(cut: str, struck: list[Fault], survives: bool | None, schedules: ModuleType) -> None:
+def test_which_faults_leave_a_holder(
+    cut: str, struck: list[Fault], survives: bool | None, schedules: ModuleType
+) -> None:
     assert schedules.CUTS[cut].survives(struck) is survives
 
 
 @pytest.mark.parametrize(
-    ("cut", "more", "sides"),
+    ("cut", "further_faults", "sides"),
     [
         ("dp4-nodes2", [], [True, True]),
         ("dp4-nodes2", _killed(3), [True, False]),
@@ -65,10 +67,10 @@ def test_who_holds_what(cut: str, struck: list[Fault], survives: bool | None, sc
         ("pp2-dp2-nodes2", [], [False, False]),
     ],
 )
-def test_what_each_side_of_a_cut_holds(
-    cut: str, more: list[Fault], sides: list[bool], schedules: ModuleType
+def test_which_side_of_a_cut_holds_every_shard(
+    cut: str, further_faults: list[Fault], sides: list[bool], schedules: ModuleType
 ) -> None:
-    struck = [Fault(0, "data", "cut", heals=3000), *more]
+    struck = [Fault(0, "data", "cut", heals=3000), *further_faults]
     assert [schedules.CUTS[cut].survives(struck, side) for side in (0, 1)] == sides
 
 
@@ -91,7 +93,7 @@ def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
 
 
 def test_kills_alone_are_those_of_the_first_campaign(schedules: ModuleType) -> None:
-    """The section `Random kills` of benchmarks/results/campaigns.md can be made again."""
+    """The section `Random kills` of benchmarks/results/campaigns.md stays reproducible."""
     base, steps = 1, []
     for one in schedules.schedule(20261121, 200, ["sigkill"], ["dp4"], 0.0):
         assert (one.second, one.fault.also) == (None, None)
@@ -122,7 +124,7 @@ def test_a_seed_draws_the_faults_of_online_jobs(online: ModuleType) -> None:
     }
     for job in drawn:
         steps = [one.fault.step for one in job.planned]
-        assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(steps))
+        assert all(later_step - earlier >= 3 for earlier, later_step in itertools.pairwise(steps))
         assert steps[-1] < online.STEPS
         assert [Fault.parse(str(fault)) for fault in job.faults] == job.faults
 
@@ -142,7 +144,7 @@ def test_a_second_fault_leaves_a_holder_of_each_shard(online: ModuleType) -> Non
             if second.phase in ("regroup", "exchange", "joined") and not second.kind.startswith("agent"):
                 gone |= {second.rank}
             assert all(holders - gone for holders in online.ALL[job.cut].holders())
-    assert struck == {(who, phase) for who, phase, _ in _second_faults.SECONDS}
+    assert struck == {(holder, phase) for holder, phase, _ in _second_faults.SECONDS}
 
 
 @pytest.mark.parametrize(
@@ -154,14 +156,14 @@ def test_a_second_fault_leaves_a_holder_of_each_shard(online: ModuleType) -> Non
         ("lost", "shard 1 has no live holder", "failed"),
     ],
 )
-def test_what_became_of_an_online_recovery(
+def test_the_outcome_of_an_online_recovery(
     verdict: str, reason: str, outcome: str, online: ModuleType
 ) -> None:
     report = {"verdict": verdict, "reason": reason}
     (job,) = itertools.islice(online.draw(1, ["dp2"], 0.0, ["sigkill"]), 1)
     assert online.outcome_of(job, report, [Fault(1, "backward", "sigkill")])[0] == outcome
-    both = [Fault(1, "backward", "sigkill"), Fault(0, "freeze", "sigkill")]
-    assert online.outcome_of(job, {"verdict": "lost", "reason": ""}, both)[0] == "explained"
+    faults = [Fault(1, "backward", "sigkill"), Fault(0, "freeze", "sigkill")]
+    assert online.outcome_of(job, {"verdict": "lost", "reason": ""}, faults)[0] == "explained"
 
 
 def test_no_bit_flips_in_a_step_without_an_update(schedules: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint of torch's distributed checkpointing: each written alone, joined by who publishes."""
+"""Parts of a torch.distributed.checkpoint: each written alone, joined by the publisher."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Marked(SavePlan):
 
 
 @dataclass
-class Planner:
-    """Of a rank that has some rows of WHOLE, as a view of all, and an object of its own."""
+class RowsPlanner:
+    """The planner of a rank with some rows of WHOLE, as a view, and an object of its own."""
 
     rank: int
     rows: slice
@@ -61,19 +61,19 @@ class Planner:
         return content
 
 
-def write(folder: Path, parts: list[Planner], attempt: int = 1, below: str = "") -> list[FileEntry]:
+def write(folder: Path, parts: list[RowsPlanner], attempt: int = 1, prefix: str = "") -> list[FileEntry]:
     entries = []
     for planner in parts:
         part = RankPart(planner.rank, planner)
         assert part.has_data
         for name, act in ((part.data_file, part.write_data), (part.part_file, part.write_part)):
-            with HashingFile(folder / f"{below}{name}.{attempt}", base_folder=folder) as file:
+            with HashingFile(folder / f"{prefix}{name}.{attempt}", base_folder=folder) as file:
                 act(file)
-            entries.append(file.entry(f"{below}{name}", attempt))
+            entries.append(file.entry(f"{prefix}{name}", attempt))
     return entries
 
 
-HALVES = [Planner(10, slice(2, 4)), Planner(2, slice(2))]
+HALVES = [RowsPlanner(10, slice(2, 4)), RowsPlanner(2, slice(2))]
 
 
 def test_parts_make_a_checkpoint_that_torch_loads(tmp_path: Path) -> None:
@@ -91,14 +91,17 @@ def test_parts_make_a_checkpoint_that_torch_loads(tmp_path: Path) -> None:
     assert (loaded["states/2"], loaded["states/10"]) == ({"rank": 2}, {"rank": 10})
     metadata = FileSystemReader(final).read_metadata()
     assert metadata.mcore_data == {"of 2": {}, "of 10": {}}
-    # A view is written without the rest of its memory.
+    # Only the view's part of the memory is written.
     assert (final / "__2_0.distcp").stat().st_size == (final / "__10_0.distcp").stat().st_size
 
 
 def test_parts_in_a_folder_below_make_a_checkpoint_there(tmp_path: Path) -> None:
     folder = publish.prepare(tmp_path, 3)
-    beside, below = write(folder, [Planner(0, slice(4))], below="a/"), write(folder, HALVES, below="a/b/")
-    assert publish.publish(tmp_path, 3, [*beside, *below], {}, 11)
+    outer, inner = (
+        write(folder, [RowsPlanner(0, slice(4))], prefix="a/"),
+        write(folder, HALVES, prefix="a/b/"),
+    )
+    assert publish.publish(tmp_path, 3, [*outer, *inner], {}, 11)
     final = tmp_path / "iter_0000003"
     assert manifest.defects(final) == []
     assert {path.name for path in (final / "a/b").iterdir()} == {METADATA, "__10_0.distcp", "__2_0.distcp"}
@@ -107,7 +110,7 @@ def test_parts_in_a_folder_below_make_a_checkpoint_there(tmp_path: Path) -> None
 
 
 def test_a_hole_is_found_before_anything_is_named(tmp_path: Path) -> None:
-    entries = write(publish.prepare(tmp_path, 3), [Planner(0, slice(1)), Planner(1, slice(2, 4))])
+    entries = write(publish.prepare(tmp_path, 3), [RowsPlanner(0, slice(1)), RowsPlanner(1, slice(2, 4))])
     with pytest.raises(CheckpointError, match="iter_0000003_tmp: the parts do not make a whole"):
         publish.publish(tmp_path, 3, entries, {}, 2)
     assert not (tmp_path / "iter_0000003").exists()
@@ -118,7 +121,7 @@ class Trap:
         return pytest.fail, ("a part that nobody reported was read",)
 
 
-def test_only_what_was_reported_is_read(tmp_path: Path) -> None:
+def test_only_reported_parts_are_read(tmp_path: Path) -> None:
     folder = publish.prepare(tmp_path, 3)
     entries = write(folder, HALVES)
     trap = pickle.dumps(Trap())
@@ -135,7 +138,7 @@ def test_only_what_was_reported_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", ["_drop_others", "move_in", "_tell_tracker"])
 def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    """The parts are gone then, and what they were joined to is not made again."""
+    """The parts are gone by then, and the joined files are not made again."""
     entries = write(publish.prepare(tmp_path, 3), HALVES)
     real = getattr(publish, last)
 

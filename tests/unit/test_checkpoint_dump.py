@@ -1,4 +1,4 @@
-"""A dump over a real gloo group, of a stand-in for the framework's optimizer: padding, uneven shards."""
+"""A dump over a real gloo group with a stand-in for the framework's optimizer: padding, uneven shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
 from tests.unit.threads import LONG_S
 
-# Two buckets; the second is smaller than one shard's share of its padding would suggest.
+# Two buckets; the second is smaller than a shard's share of its padding.
 BUCKETS = ((("a", (3, 5)), ("b", (7,))), (("c", (2,)),))
 PADDED = (32, 16)
 
 
 class _Model(torch.nn.Module):
-    """Its trained params are views of one buffer; beside them it has a frozen param and a buffer."""
+    """Its trained params are views of one buffer; it also has a frozen param and a buffer."""
 
     def __init__(self, data: torch.Tensor, places: dict[str, tuple[int, tuple[int, ...]]]) -> None:
         super().__init__()
@@ -76,9 +76,7 @@ class Rank:
                     param_map[param] = {
                         "gbuf_local": types.SimpleNamespace(start=low - begin, end=high - begin)
                     }
-                    self.states[param] = {
-                        key: whole[low:high].clone() for key, whole in whole_state().items()
-                    }
+                    self.states[param] = {key: full[low:high].clone() for key, full in whole_state().items()}
             ranges.append({"param_map": param_map})
         buffer = types.SimpleNamespace(
             buckets=buckets,
@@ -116,13 +114,12 @@ class Rank:
 
 
 def whole_state() -> dict[str, torch.Tensor]:
-    """The parameter state over the padded buffer."""
     numbers = torch.arange(sum(PADDED), dtype=torch.float32)
     return {"param": numbers / 3, "exp_avg": -numbers, "exp_avg_sq": numbers * numbers}
 
 
-def without_padding(whole: torch.Tensor) -> torch.Tensor:
-    return torch.cat([whole[:22], whole[32:34]])
+def without_padding(padded: torch.Tensor) -> torch.Tensor:
+    return torch.cat([padded[:22], padded[32:34]])
 
 
 RECORD = StepRecord(
@@ -137,7 +134,7 @@ RECORD = StepRecord(
 
 
 def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = LONG_S) -> list[Any]:
-    """Runs each function with its rank of one gloo group, in threads; returns results or raised errors."""
+    """Run each function with its rank of one gloo group, in threads; return results or errors."""
     results: list[Any] = [None] * len(work)
 
     def run(rank: int) -> None:
@@ -148,7 +145,7 @@ def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 
         except Exception as error:
             results[rank] = error.with_traceback(
                 None
-            )  # whose frames would keep the group, and its connections
+            )  # its frames would keep the group and its connections alive
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(work))]
     for thread in threads:
@@ -207,17 +204,17 @@ def test_shards_make_a_whole_wherever_they_come_from(
     world = state[0][(torch.bfloat16, torch.float32)]
     assert list(world) == ["param", "exp_avg", "exp_avg_sq", "numel_unpadded"]
     assert world["numel_unpadded"] == 24
-    for key, whole in whole_state().items():
-        assert torch.equal(world[key], without_padding(whole))
+    for key, full in whole_state().items():
+        assert torch.equal(world[key], without_padding(full))
 
 
 def test_up_to_0_6_buckets_are_saved_with_their_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Rank.__init__
+    original_init = Rank.__init__
 
     def as_in_0_6(self: Rank, *arguments: Any) -> None:
-        made(self, *arguments)
+        original_init(self, *arguments)
         (buffer,) = self.optimizer.buffers
         del buffer.numel_unpadded
         self.optimizer.per_bucket_numel = [{(torch.bfloat16, torch.float32): list(PADDED)}]
@@ -231,55 +228,59 @@ def test_up_to_0_6_buckets_are_saved_with_their_padding(
     assert state["per_bucket_numel"] == [{dtypes: [32, 16]}]
     assert state["per_bucket_numel_unpadded"] == [{dtypes: [22, 2]}]
     assert list(state[0][dtypes]) == ["param", "exp_avg", "exp_avg_sq"]
-    for key, whole in whole_state().items():
+    for key, full in whole_state().items():
         first, second = state[0][dtypes][key]
-        assert torch.equal(first, torch.cat([whole[:22], torch.zeros(10)]))
-        assert torch.equal(second, torch.cat([whole[32:34], torch.zeros(14)]))
+        assert torch.equal(first, torch.cat([full[:22], torch.zeros(10)]))
+        assert torch.equal(second, torch.cat([full[32:34], torch.zeros(14)]))
 
 
-def test_a_rank_gives_its_own_shard_and_the_copy_of_another(tmp_path: Path) -> None:
-    """Four shards on two ranks: rank 0 has shard 1 and a copy of 0, rank 1 has shard 2 and a copy of 3."""
+def test_a_rank_provides_its_shard_and_its_copy_of_another(tmp_path: Path) -> None:
+    """Four shards on two ranks: rank 0 has shard 1 and a copy of 0, rank 1 shard 2 and a copy of 3."""
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
 
     def part(rank: int) -> Callable[[Any], Any]:
         def act(group: Any) -> Any:
-            own, copied = Rank((1, 2)[rank], 4), Rank((0, 3)[rank], 4)
+            own_shard, copied = Rank((1, 2)[rank], 4), Rank((0, 3)[rank], 4)
 
             def shard(buffer: int, bucket: int) -> Any:
                 (ranges,) = copied.optimizer.gbuf_ranges[buffer].values()
-                for param, where in ranges[bucket]["param_map"].items():
-                    yield where["gbuf_local"].start, where["gbuf_local"].end, copied.states[param]
+                for param, ranges_of_param in ranges[bucket]["param_map"].items():
+                    yield (
+                        ranges_of_param["gbuf_local"].start,
+                        ranges_of_param["gbuf_local"].end,
+                        copied.states[param],
+                    )
 
             mirror: Any = types.SimpleNamespace(index=(0, 3)[rank], shard=shard)
             exchange = Exchange(group, rank, [[0, 0, 1, 1]], (mirror,), tag=5)
             if rank == 0:
-                return state_writer.write_files(own.state, RECORD, exchange, root, 3)
-            return state_writer.send_shards(own.state, 0, exchange)
+                return state_writer.write_files(own_shard.state, RECORD, exchange, root, 3)
+            return state_writer.send_shards(own_shard.state, 0, exchange)
 
         return act
 
     results = together(tmp_path, [part(0), part(1)])
     publish.publish(tmp_path, 12, results[0].files, {}, 2)
     state = load(tmp_path / "iter_0000012/mp_rank_00/distrib_optim.pt")
-    for key, whole in whole_state().items():
-        assert torch.equal(state[0][(torch.bfloat16, torch.float32)][key], without_padding(whole))
+    for key, full in whole_state().items():
+        assert torch.equal(state[0][(torch.bfloat16, torch.float32)][key], without_padding(full))
 
 
 def test_weights_come_from_the_main_params_and_the_rest_from_the_model(tmp_path: Path) -> None:
     _, root = dump(tmp_path, 2, writer=0)
     model = load(root / "mp_rank_00/model_optim_rng.pt")["model"]
-    whole = whole_state()["param"].to(torch.bfloat16)
+    full = whole_state()["param"].to(torch.bfloat16)
     assert set(model) == {"a", "b", "c", "frozen", "tied", "mask"}
-    assert torch.equal(model["a"], whole[:15].view(3, 5))
+    assert torch.equal(model["a"], full[:15].view(3, 5))
     assert torch.equal(model["tied"], model["a"])
-    assert torch.equal(model["b"], whole[15:22])
-    assert torch.equal(model["c"], whole[32:34])
+    assert torch.equal(model["b"], full[15:22])
+    assert torch.equal(model["c"], full[32:34])
     assert torch.equal(model["frozen"], torch.arange(4.0))
     assert model["mask"].tolist() == [True, False], "as it was at the end of the step"
 
 
-def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:
+def test_the_state_of_the_step_comes_from_the_record(tmp_path: Path) -> None:
     _, root = dump(tmp_path, 2, writer=1)
     body = load(root / "mp_rank_00/model_optim_rng.pt")
     assert list(body) == [
@@ -319,7 +320,7 @@ def test_a_library_user_has_no_args_and_may_add_entries(tmp_path: Path) -> None:
 
 
 def test_last_words_have_all_that_regular_saves_leave_out(tmp_path: Path) -> None:
-    """And their arguments say so: a loader looks there."""
+    """Their arguments say so, for the loader."""
     args = types.SimpleNamespace(no_save_optim=True, no_save_rng=True)
     written = _alone(Rank(0, 1), tmp_path, args=args)
     files = ["mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"]
@@ -348,7 +349,7 @@ def test_fp32_weights_are_rebuilt_as_well(tmp_path: Path) -> None:
 
 
 def test_weights_are_rebuilt_while_their_buffers_are_offloaded() -> None:
-    """Buffers without memory have no address by which a weight could be known."""
+    """Buffers without memory have no address to identify a weight."""
     ranks = [Rank(0, 1), Rank(0, 1)]
     weights = Weights(lambda tensor: tensor)
     for number, rank in enumerate(ranks):
@@ -366,28 +367,28 @@ def test_weights_are_rebuilt_while_their_buffers_are_offloaded() -> None:
 
 
 def test_a_distributed_optimizer_of_an_older_framework_gives_the_same(tmp_path: Path) -> None:
-    """Up to 0.10 it has no method that finds main params, and no optimizer is a stub."""
+    """Up to 0.10 it has no method to find main params, and no stub optimizers."""
     rank = Rank(0, 1)
     older = rank.optimizer
     del older.is_stub_optimizer, older._get_main_param_and_optimizer_states
-    state = {held["param"]: held for held in rank.states.values()}
+    state = {entry["param"]: entry for entry in rank.states.values()}
     older.optimizer = types.SimpleNamespace(
         param_groups=[{"params": list(state)}],
         state={
-            main: {"exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
-            for main, held in state.items()
+            main: {"exp_avg": entry["exp_avg"], "exp_avg_sq": entry["exp_avg_sq"]}
+            for main, entry in state.items()
         },
     )
     older.model_param_group_index_map = {param: (0, order) for order, param in enumerate(rank.states)}
     _alone(rank, tmp_path)
     saved = load(tmp_path / "mp_rank_00/distrib_optim.pt")
-    for key, whole in whole_state().items():
-        assert torch.equal(saved[0][(torch.bfloat16, torch.float32)][key], without_padding(whole))
+    for key, full in whole_state().items():
+        assert torch.equal(saved[0][(torch.bfloat16, torch.float32)][key], without_padding(full))
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0])
 def test_weights_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
-    """Main params that are too large for the weights; of all that is their own, see the test of shards."""
+    """Main params too large for the weights; the test of shards covers the optimizer state."""
     rank = Rank(0, 1, torch.float16)
     rank.states[rank.model.b]["param"][2] = 1e30 if value > 0 else -1e30
     assert _alone(rank, tmp_path).not_finite == "model.b is not finite"
@@ -400,7 +401,7 @@ def test_a_trained_weight_without_a_main_param_is_one_line(tmp_path: Path) -> No
         _alone(rank, tmp_path)
 
 
-def test_before_the_first_update_there_is_nothing_to_save(tmp_path: Path) -> None:
+def test_before_the_first_update_nothing_is_saved(tmp_path: Path) -> None:
     rank = Rank(0, 1)
     for tensors in rank.states.values():
         del tensors["exp_avg"], tensors["exp_avg_sq"]
@@ -412,24 +413,24 @@ def test_before_the_first_update_there_is_nothing_to_save(tmp_path: Path) -> Non
 def test_an_abandoned_attempt_leaves_nothing_and_touches_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "mp_rank_00"
     folder.mkdir()
-    others = ["model_optim_rng.pt", "model_optim_rng.pt.2", "model_optim_rng.pt.11"]
-    for name in others:
+    other_files = ["model_optim_rng.pt", "model_optim_rng.pt.2", "model_optim_rng.pt.11"]
+    for name in other_files:
         (folder / name).write_bytes(b"of another attempt")
-    asked = 0
+    calls = 0
 
     def cancelled() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > allowed
+        nonlocal calls
+        calls += 1
+        return calls > allowed
 
     allowed = -1
     while True:
-        allowed, asked = allowed + 1, 0
+        allowed, calls = allowed + 1, 0
         exchange = Exchange(None, 0, [[0]], cancelled=cancelled)
         try:
             written = state_writer.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
         except DumpCancelled:
-            assert sorted(path.name for path in folder.iterdir()) == sorted(others)
+            assert sorted(path.name for path in folder.iterdir()) == sorted(other_files)
         else:
             break
     assert allowed > 5
@@ -437,7 +438,7 @@ def test_an_abandoned_attempt_leaves_nothing_and_touches_no_other(tmp_path: Path
         "mp_rank_00/distrib_optim.pt.1",
         "mp_rank_00/model_optim_rng.pt.1",
     ]
-    assert {path.read_bytes() for path in map(folder.joinpath, others)} == {b"of another attempt"}
+    assert {path.read_bytes() for path in map(folder.joinpath, other_files)} == {b"of another attempt"}
 
 
 def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
@@ -518,7 +519,7 @@ def test_plain_data_parallel_weights_come_from_float32_copies(tmp_path: Path) ->
 
 
 def test_a_sender_waits_for_its_own_shards_alone(tmp_path: Path) -> None:
-    """Rank 2 gives a shard of the second optimizer when rank 1, who gave one of the first, has left."""
+    """Rank 2 provides a shard of the second optimizer after rank 1, with one of the first, has left."""
     has_left = threading.Event()
     sources = [[0, 1], [0, 2]]
     record = dataclasses.replace(RECORD, groups=2 * RECORD.groups, scalers=2 * RECORD.scalers)
@@ -526,8 +527,8 @@ def test_a_sender_waits_for_its_own_shards_alone(tmp_path: Path) -> None:
 
     def state(index: int) -> TrainingState:
         rank = Rank(index, 2)
-        both = types.SimpleNamespace(chained_optimizers=[rank.optimizer, Rank(index, 2).optimizer])
-        return dataclasses.replace(rank.state, optimizer=both)
+        optimizers = types.SimpleNamespace(chained_optimizers=[rank.optimizer, Rank(index, 2).optimizer])
+        return dataclasses.replace(rank.state, optimizer=optimizers)
 
     def writer(group: Any) -> Any:
         return state_writer.write_files(state(0), record, Exchange(group, 0, sources), tmp_path / "out", 1)
@@ -545,5 +546,5 @@ def test_a_sender_waits_for_its_own_shards_alone(tmp_path: Path) -> None:
     assert is_in_time is True
     dtypes = (torch.bfloat16, torch.float32)
     for saved in load(tmp_path / "out" / written.files[0].draft):
-        for key, whole in whole_state().items():
-            assert torch.equal(saved[0][dtypes][key], without_padding(whole))
+        for key, full in whole_state().items():
+            assert torch.equal(saved[0][dtypes][key], without_padding(full))

@@ -1,4 +1,4 @@
-"""Megatron's legacy format: where the weights are in what a model saves."""
+"""Megatron's legacy format: the places of the weights in the saved model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_weights_are_found_in_a_model_that_saves_its_parts() -> None:
 
 
 def test_a_model_that_is_no_module_of_megatron_core() -> None:
-    """Megatron-core's DDP takes any module; asked itself, it would look for a method that others lack."""
+    """Megatron-core's DDP accepts any module, but calls a method that other modules lack."""
     module = torch.nn.Linear(2, 1)
     chunk = SimpleNamespace(ddp_config=None, module=module, state_dict_for_save_checkpoint=None)
     assert TorchFormat().model({"model": chunk})["model"].keys() == {"weight", "bias"}

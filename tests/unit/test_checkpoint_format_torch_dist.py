@@ -1,4 +1,6 @@
-"""The stand-ins with which the framework's own functions build a sharded state; the rest is trained for."""
+"""The stand-ins for building a sharded state with the framework's own functions; training tests cover the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from adaptor.errors import UnsupportedError
 from tests.unit.test_checkpoint_dump import BUCKETS, PADDED, Rank, whole_state
 
 
-class Optimizer(SimpleNamespace):
-    """Saves what it finds for each param: by its main param, and by the place of it in the gathered state."""
+class RecordingOptimizer(SimpleNamespace):
+    """Saves the values found for each param: by main param, and by place in the gathered state."""
 
     def _build_gbuf_range_map(self, buffer: Any) -> Any:
         return [(bucket.offset, bucket.grad_data.numel()) for bucket in buffer.buckets]
@@ -42,9 +44,9 @@ class Optimizer(SimpleNamespace):
         }
 
 
-def optimizer_of(rank: Rank) -> tuple[Optimizer, dict[Any, slice]]:
-    """That of a rank, and where its params lie in the buffer, padding included."""
-    optimizer = Optimizer(**vars(rank.optimizer), distributed_optimizer_instance_id=1)
+def optimizer_of(rank: Rank) -> tuple[RecordingOptimizer, dict[Any, slice]]:
+    """Return a rank's optimizer, and the places of its params in the padded buffer."""
+    optimizer = RecordingOptimizer(**vars(rank.optimizer), distributed_optimizer_instance_id=1)
     start, places, index = 0, {}, {}
     for number, (members, padded) in enumerate(zip(BUCKETS, PADDED, strict=True)):
         first = start
@@ -70,15 +72,15 @@ def test_an_optimizer_with_the_whole_state_in_a_group_of_one(stored: bool) -> No
     assert saved["ranges"] == [[(0, 22), (22, 2)]], "buckets without padding"
     assert saved["plain"] == {"optimizer": 7}
     for param, place in places.items():
-        for key, whole in whole_state().items():
-            assert torch.equal(saved["by param"][param][key], whole[place])
+        for key, full_state in whole_state().items():
+            assert torch.equal(saved["by param"][param][key], full_state[place])
         assert torch.equal(saved["by place"][param], whole_state()["exp_avg"][place])
     assert optimizer.distributed_optimizer_instance_id == 1, "the live one is what it was"
     assert optimizer.data_parallel_group is rank.optimizer.data_parallel_group
 
 
 class PlainOptimizer:
-    """An optimizer without shards, whose saved groups Megatron-core 0.20 compares with its own."""
+    """An unsharded optimizer whose saved groups Megatron-core 0.20 compares with its own."""
 
     def __init__(self, weights: list[list[torch.nn.Parameter]]) -> None:
         self.float16_groups = weights
@@ -97,7 +99,7 @@ class PlainOptimizer:
         saved = self.state_dict()
         inner = saved["optimizer"]
         groups = zip(inner["param_groups"], self.optimizer.param_groups, strict=True)
-        ids = [list(zip(group["params"], own["params"], strict=True)) for group, own in groups]
+        ids = [list(zip(group["params"], own_group["params"], strict=True)) for group, own_group in groups]
         assert len(ids) == len(saved["fp32_from_fp16_params"])
         weights = {
             id(main): weight
@@ -125,23 +127,25 @@ def test_the_rehearsal_of_an_optimizer_without_shards_has_its_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "missing", "words"),
+    ("kind", "missing", "state_name"),
     [
         ("fsdp_dtensor", "", "optimizer state of the kind fsdp_dtensor"),
         ("dp_reshardable", "gbuf_ranges", "the optimizer of this version"),
     ],
 )
-def test_what_cannot_be_written_is_refused(kind: str, missing: str, words: str) -> None:
+def test_unsupported_states_are_refused(kind: str, missing: str, state_name: str) -> None:
     rank = Rank(0, 1)
     optimizer, _ = optimizer_of(rank)
     if missing:
         delattr(optimizer, missing)
     state = TrainingState([rank.model], optimizer, None, "mp_rank_00")
-    with pytest.raises(UnsupportedError, match=f"--ckpt-format is torch_dist: {words} cannot be written by"):
+    with pytest.raises(
+        UnsupportedError, match=f"--ckpt-format is torch_dist: {state_name} cannot be written by"
+    ):
         format_torch_dist.agree(state, {"distrib_optim_sharding_type": kind}, None, 0, cast(Any, None))
 
 
-def test_what_the_framework_could_not_load_is_refused() -> None:
+def test_states_that_the_framework_could_not_load_are_refused() -> None:
     rank = Rank(0, 1)
     optimizer, _ = optimizer_of(rank)
     optimizer.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=2)
@@ -152,14 +156,14 @@ def test_what_the_framework_could_not_load_is_refused() -> None:
 
 
 class OtherRandomStates(Sharding):
-    """Writes its large files as `Sharding` does."""
+    """Writes its large files like `Sharding`."""
 
     def rng(self, states: Any) -> Any:
         return states
 
 
 class OtherFiles(Sharding):
-    """Writes a file that `planned_files` of `Sharding` does not know."""
+    """Writes a file unknown to `planned_files` of `Sharding`."""
 
     def files(self, state: Any, body: Any, gathered: Any) -> Any:
         return {**super().files(state, body, gathered), "further.pt": lambda file: None}

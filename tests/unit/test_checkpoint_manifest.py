@@ -19,20 +19,20 @@ from adaptor.verification.agreed_state import AgreedGroup, AgreedShard, AgreedSt
 
 
 def _folder(path: Path, **files: bytes) -> Manifest:
-    """A folder with these files, and its manifest."""
+    """Make a folder with these files and its manifest."""
     entries = []
     for name, content in files.items():
         with HashingFile(path / name) as file:
             file.write(content)
         entries.append(file.entry(name))
-    made = Manifest.now(7, entries, {"dense": 1}, 4)
-    (path / naming.MANIFEST).write_bytes(made.encode())
-    return made
+    new_manifest = Manifest.now(7, entries, {"dense": 1}, 4)
+    (path / naming.MANIFEST).write_bytes(new_manifest.encode())
+    return new_manifest
 
 
 def test_a_manifest_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    made = _folder(tmp_path, a=b"one", b=b"")
-    assert manifest.read(tmp_path) == made
+    new_manifest = _folder(tmp_path, a=b"one", b=b"")
+    assert manifest.read(tmp_path) == new_manifest
     assert manifest.defects(tmp_path) == []
 
 
@@ -100,7 +100,7 @@ def test_torch_saves_the_same_bytes_through_it(tmp_path: Path) -> None:
     assert file.entry("x").xxh3_128 == hashing.hash_file(tmp_path / "ours")
 
 
-def test_what_progress_raises_ends_the_write(tmp_path: Path) -> None:
+def test_an_exception_of_progress_ends_the_write(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
@@ -164,15 +164,15 @@ def test_close_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_slow_disk_is_asked_more_often(
     seconds: float, synced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bytes, four a slice and at most sixteen: the stretches between two syncs."""
+    """The bytes between two syncs, for slices of four bytes and at most sixteen."""
     monkeypatch.setattr(hashing, "_SLICE", 4)
     monkeypatch.setattr(hashing, "_LONGEST", 16)
-    now, at = [0.0], []
-    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
+    clock, at = [0.0], []
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: clock[0])
 
     def sync(descriptor: int) -> None:
         at.append(os.fstat(descriptor).st_size)
-        now[0] += seconds
+        clock[0] += seconds
 
     monkeypatch.setattr(os, "fdatasync", sync)
     with HashingFile(tmp_path / "file") as file:
@@ -185,16 +185,16 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hashing, "_SLICE", 4)
     monkeypatch.setattr(hashing, "_BEGIN", 8)
     monkeypatch.setattr(hashing, "_GROWTH", 8)
-    told: list[str] = []
+    calls: list[str] = []
     begin_to_write, fdatasync = disk.begin_to_write, os.fdatasync
 
     def begin(descriptor: int) -> None:
         begin_to_write(descriptor)
-        told.append(f"begin {os.fstat(descriptor).st_size}")
+        calls.append(f"begin {os.fstat(descriptor).st_size}")
 
     def sync(descriptor: int) -> None:
         fdatasync(descriptor)
-        told.append(f"sync {os.fstat(descriptor).st_size}")
+        calls.append(f"sync {os.fstat(descriptor).st_size}")
 
     monkeypatch.setattr(disk, "begin_to_write", begin)
     monkeypatch.setattr(os, "fdatasync", sync)
@@ -202,7 +202,7 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
     with HashingFile(tmp_path / "file") as file:
         for _ in range(9):
             file.write(b"four")
-    assert told == ["sync 4", "begin 12", "begin 20", "begin 28", "sync 36"]
+    assert calls == ["sync 4", "begin 12", "begin 20", "begin 28", "sync 36"]
 
 
 def test_a_file_system_that_takes_no_hint_is_no_error() -> None:
@@ -214,8 +214,8 @@ def test_a_file_system_that_takes_no_hint_is_no_error() -> None:
         os.close(writer)
 
 
-def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> None:
-    """It has no descriptor left; the file may be intact."""
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(tmp_path: Path) -> None:
+    """The process has no free descriptor; the file may be intact."""
     (tmp_path / "shard.pt").write_bytes(b"x")
     entries = [FileEntry("shard.pt", 1, "0"), FileEntry("gone.pt", 1, "0")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -230,7 +230,7 @@ def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> No
 
 
 def test_room_is_reserved_and_a_file_keeps_its_size(tmp_path: Path) -> None:
-    """Where there is none, or the file has no such thing, writing goes on."""
+    """Without room or support for it, writing continues."""
     with (tmp_path / "file").open("wb") as file:
         disk.reserve(file.fileno(), 1 << 20)
         status = os.fstat(file.fileno())

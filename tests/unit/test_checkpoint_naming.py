@@ -29,13 +29,7 @@ def test_only_folders_of_a_live_process_are_temporary() -> None:
     assert naming.is_temporary("iter_0000012_tmp")
     assert naming.is_temporary("iter_0000012_saving")
     assert naming.is_temporary(naming.temporary_name(12, 3))
-    for name in (
-        "iter_0000012",
-        "aside_iter_0000012.1",
-        "replaced_iter_0000012",
-        "iter_12_tmp",
-        "my_tmp",
-    ):
+    for name in ("iter_0000012", "aside_iter_0000012.1", "replaced_iter_0000012", "iter_12_tmp", "my_tmp"):
         assert not naming.is_temporary(name)
 
 
@@ -54,8 +48,8 @@ def test_an_agent_in_the_place_of_another_makes_a_folder_of_its_own() -> None:
 
 
 def test_no_two_generations_write_to_the_same_folder() -> None:
-    names = [naming.temporary_name(12, 2, 1, made) for made in ("", "0f3a5b6c7d", "1f3a5b6c7d")]
-    names += [naming.regular_name(12, made) for made in ("", "0f3a5b6c7d")]
+    names = [naming.temporary_name(12, 2, 1, generation) for generation in ("", "0f3a5b6c7d", "1f3a5b6c7d")]
+    names += [naming.regular_name(12, generation) for generation in ("", "0f3a5b6c7d")]
     assert len(set(names)) == len(names)
     assert all(map(naming.is_temporary, names))
     assert [naming.term_of(name) for name in names] == [2, 2, 2, 0, 0]
@@ -65,7 +59,7 @@ def test_no_two_generations_write_to_the_same_folder() -> None:
     assert naming.regular_name(12, "a_b/../c-0") == "iter_0000012_saving_abc0"
 
 
-def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
+def test_a_folder_set_aside_does_not_look_like_a_checkpoint() -> None:
     assert not naming.aside_name(12, 1).startswith("iter_")
     assert not naming.replaced_name(12).startswith("iter_")
 
@@ -77,14 +71,14 @@ def test_a_negative_step_is_refused() -> None:
 
 @pytest.mark.parametrize("generation", ["", "0f3a"])
 def test_a_folder_that_is_being_removed_is_no_other_s(generation: str) -> None:
-    made = [
+    names_made = [
         naming.temporary_name(12, 2, 1, generation),
         naming.temporary_name(12, generation=generation),
         naming.regular_name(12, generation),
     ]
-    names = {*made, *(naming.abandoned_name(name, number) for name in made for number in (1, 2))}
+    names = {*names_made, *(naming.abandoned_name(name, number) for name in names_made for number in (1, 2))}
     assert len(names) == 9
     assert all(naming.is_temporary(name) and naming.is_of(name, generation) for name in names)
-    assert [name for name in names if naming.is_regular(name, generation)] == [made[2]]
-    assert [name for name in names if naming.is_temporary_of(name, 12, 2, 1)] == [made[0]]
-    assert naming.term_of(naming.abandoned_name(made[0])) == 2
+    assert [name for name in names if naming.is_regular(name, generation)] == [names_made[2]]
+    assert [name for name in names if naming.is_temporary_of(name, 12, 2, 1)] == [names_made[0]]
+    assert naming.term_of(naming.abandoned_name(names_made[0])) == 2

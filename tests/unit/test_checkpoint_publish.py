@@ -25,18 +25,18 @@ from adaptor.protocol.naming import FileEntry
 from tests.unit.threads import LONG_S, Thread
 
 STEP = 20
-FURTHER = "latest_model.pt"  # a tracker that a framework reads before the other
+FURTHER = "latest_model.pt"  # a tracker that a framework reads first
 OLDER = 10
 
 
 class Crash(BaseException):
-    """The process is gone: nothing that it would have done after this happens."""
+    """The process dies: nothing after this point happens."""
 
 
 class _Clock:
-    """Counts what the code asks of the system, and crashes before call number `at`.
+    """Counts the system calls, and crashes before call number `at`.
 
-    thread  whose calls count: those of other tests may have something to do, too
+    thread  the thread whose calls count; threads of other tests may run, too
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         CLOCK.tick(event)
 
 
-# Audit hooks see what pathlib, os and shutil do alike. They cannot be removed; this one sleeps unless armed.
+# Audit hooks see the calls of pathlib, os and shutil. They cannot be removed; this hook is idle unless armed.
 sys.addaudithook(_heard)
 
 
 @contextmanager
 def crash_before(call: int) -> Iterator[_Clock]:
-    """Crashes before the `call`th operation on the disk; 0 never does, and only counts."""
+    """Crash before the `call`th operation on the disk; 0 only counts."""
     CLOCK.thread, CLOCK.at, CLOCK.calls = threading.get_ident(), call, []
     CLOCK.armed = True
     try:
@@ -87,9 +87,9 @@ def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
         CLOCK.tick("os.fsync")
         fsync(descriptor)
 
-    def watched_exchange(one: Path, other: Path) -> bool:
+    def watched_exchange(first: Path, second: Path) -> bool:
         CLOCK.tick("renameat2")
-        return exchange(one, other)
+        return exchange(first, second)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(disk, "exchange", watched_exchange)
@@ -126,7 +126,7 @@ def tracked(root: Path) -> str:
 
 
 def check_promises(root: Path) -> None:
-    """What must hold at any time, whatever crashed before."""
+    """Assert what must hold at any time, whatever crashed before."""
     assert content_of(root, OLDER) == b"oldermp_rank_00/model.pt"
     assert manifest.defects(root / naming.final_name(OLDER)) == []
     named = int(tracked(root))
@@ -141,29 +141,29 @@ def named_is_there(root: Path, named: int) -> bool:
 
 
 def is_sound(root: Path) -> bool:
-    """Whether what bears the final name was put there by us."""
+    """Return whether the adaptor published the folder with the final name."""
     return True
 
 
 def survive_every_crash(
     copy: Callable[[], Path], act: Callable[[Path], object], recover: Callable[[Path], object]
 ) -> list[str]:
-    """Crashes `act` before each of its operations, each time on a fresh copy, and returns what these were.
+    """Crash `act` before each of its operations, each time on a fresh copy; return the operations.
 
     The promises must hold after the crash, and after `recover`, which must leave nothing behind.
     """
-    here = copy()
+    copied_root = copy()
     with crash_before(0) as clock:
-        act(here)
+        act(copied_root)
     operations = clock.calls
     for call, operation in enumerate(operations, 1):
-        here = copy()
+        copied_root = copy()
         with pytest.raises(Crash), crash_before(call):
-            act(here)
-        check_promises(here)
-        recover(here)
-        check_promises(here)
-        assert left_over(here) == [], f"crash before {operation}, call {call}"
+            act(copied_root)
+        check_promises(copied_root)
+        recover(copied_root)
+        check_promises(copied_root)
+        assert left_over(copied_root) == [], f"crash before {operation}, call {call}"
     return operations
 
 
@@ -174,7 +174,6 @@ def left_over(root: Path) -> list[str]:
 
 @pytest.fixture
 def copies(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Makes copies of the root as it then is."""
     return lambda: Path(shutil.copytree(tmp_path, tmp_path_factory.mktemp("copy") / "root"))
 
 
@@ -206,10 +205,10 @@ def test_an_attempt_that_was_given_up_removes_its_files_meanwhile(
     listed = disk.files
 
     def then_removed(place: Path) -> Iterator[Path]:
-        found = list(listed(place))
+        listing = list(listed(place))
         for entry in given_up:
             (folder / entry.draft).unlink(missing_ok=True)
-        return iter(found)
+        return iter(listing)
 
     monkeypatch.setattr(disk, "files", then_removed)
     publish.publish(root, STEP, written, {}, 2)
@@ -220,9 +219,9 @@ def test_an_attempt_that_was_given_up_removes_its_files_meanwhile(
 def test_publishing_twice_is_publishing_once(root: Path) -> None:
     entries = write(publish.prepare(root, STEP), b"new")
     assert publish.publish(root, STEP, entries, {}, 2)
-    before = (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes()
+    manifest_before = (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes()
     assert not publish.publish(root, STEP, entries, {}, 2)
-    assert (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes() == before
+    assert (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes() == manifest_before
     assert tracked(root) == "20"
 
 
@@ -245,31 +244,33 @@ def recover_by_a_new_save(root: Path) -> None:
 def test_no_crash_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
     entries = write(publish.prepare(root, STEP), b"new", 3)
     operations = survive_every_crash(
-        copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
+        copies,
+        lambda crashed_root: publish.publish(crashed_root, STEP, entries, {}, 2),
+        recover_by_a_new_dump,
     )
     assert {"os.fsync", "os.rename", "open"} <= set(operations)
 
 
 def test_a_further_tracker_is_never_behind_the_tracker(root: Path, copies: Callable[[], Path]) -> None:
-    first, *others = write(publish.prepare(root, STEP), b"new", 3)
-    entries = [replace(first, tracker=FURTHER), *others]
+    first, *other_entries = write(publish.prepare(root, STEP), b"new", 3)
+    entries = [replace(first, tracker=FURTHER), *other_entries]
 
-    def check(here: Path) -> None:
-        if tracked(here) == str(STEP):
-            assert (here / FURTHER).read_bytes() == content_of(here, STEP)
+    def check(crashed_root: Path) -> None:
+        if tracked(crashed_root) == str(STEP):
+            assert (crashed_root / FURTHER).read_bytes() == content_of(crashed_root, STEP)
 
-    def publish_it(here: Path) -> None:
-        publish.publish(here, STEP, entries, {}, 2)
+    def publish_it(crashed_root: Path) -> None:
+        publish.publish(crashed_root, STEP, entries, {}, 2)
 
-    def recover(here: Path) -> None:
-        check(here)
-        publish_it(here)
-        assert tracked(here) == str(STEP)
-        check(here)
+    def recover(crashed_root: Path) -> None:
+        check(crashed_root)
+        publish_it(crashed_root)
+        assert tracked(crashed_root) == str(STEP)
+        check(crashed_root)
 
     survive_every_crash(copies, publish_it, recover)
     publish_it(root)
-    (root / naming.TRACKER).write_text("30")  # of a later step: the further tracker belongs to it
+    (root / naming.TRACKER).write_text("30")  # of a later step, which owns the further tracker
     (root / FURTHER).write_bytes(b"of step 30")
     with pytest.raises(CheckpointError, match="so step 20 would not be resumed from"):
         publish_it(root)
@@ -278,23 +279,25 @@ def test_a_further_tracker_is_never_behind_the_tracker(root: Path, copies: Calla
 
 @pytest.mark.parametrize("name", ["../up", "folder/name", "/absolute", ""])
 def test_a_further_tracker_outside_of_the_save_folder_is_refused(root: Path, name: str) -> None:
-    first, *others = write(publish.prepare(root, STEP), b"new")
+    first, *other_entries = write(publish.prepare(root, STEP), b"new")
     with pytest.raises(CheckpointError, match="is no name of a file in the save folder"):
-        publish.publish(root, STEP, [replace(first, tracker=name), *others], {}, 2)
+        publish.publish(root, STEP, [replace(first, tracker=name), *other_entries], {}, 2)
 
 
 def test_publishing_goes_on_where_it_crashed(root: Path, copies: Callable[[], Path]) -> None:
     entries = write(publish.prepare(root, STEP), b"new", 3)
 
-    def act(here: Path) -> None:
-        publish.publish(here, STEP, entries, {}, 2)
+    def act(crashed_root: Path) -> None:
+        publish.publish(crashed_root, STEP, entries, {}, 2)
 
     survive_every_crash(copies, act, act)
 
 
 def test_no_crash_while_preparing_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
     write(publish.prepare(root, STEP), b"stale")
-    survive_every_crash(copies, lambda here: publish.prepare(here, STEP), recover_by_a_new_dump)
+    survive_every_crash(
+        copies, lambda crashed_root: publish.prepare(crashed_root, STEP), recover_by_a_new_dump
+    )
 
 
 def test_no_crash_breaks_a_promise_when_the_folder_is_there_already(
@@ -304,7 +307,9 @@ def test_no_crash_breaks_a_promise_when_the_folder_is_there_already(
     (root / naming.TRACKER).write_text("10")
     entries = write(publish.prepare(root, STEP), b"new")
     survive_every_crash(
-        copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
+        copies,
+        lambda crashed_root: publish.publish(crashed_root, STEP, entries, {}, 2),
+        recover_by_a_new_dump,
     )
 
 
@@ -314,9 +319,9 @@ def test_no_crash_breaks_a_promise_beside_an_incomplete_folder(
     (root / naming.final_name(STEP)).mkdir()
     entries = write(publish.prepare(root, STEP), b"new")
 
-    def recover(here: Path) -> None:
-        recover_by_a_new_dump(here)
-        (aside,) = here.glob("aside*")
+    def recover(crashed_root: Path) -> None:
+        recover_by_a_new_dump(crashed_root)
+        (aside,) = crashed_root.glob("aside*")
         shutil.rmtree(aside)
 
     def is_sound(root: Path) -> bool:
@@ -324,7 +329,9 @@ def test_no_crash_breaks_a_promise_beside_an_incomplete_folder(
         return (root / naming.final_name(STEP) / naming.MANIFEST).exists()
 
     monkeypatch.setattr(sys.modules[__name__], "is_sound", is_sound)
-    survive_every_crash(copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover)
+    survive_every_crash(
+        copies, lambda crashed_root: publish.publish(crashed_root, STEP, entries, {}, 2), recover
+    )
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -336,7 +343,7 @@ def test_no_crash_breaks_a_regular_save(
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"regular")
     survive_every_crash(
-        copies, lambda here: regular_folder.publish_regular(here, STEP), recover_by_a_new_save
+        copies, lambda crashed_root: regular_folder.publish_regular(crashed_root, STEP), recover_by_a_new_save
     )
 
 
@@ -352,11 +359,13 @@ def test_a_newer_save_of_the_same_step_replaces_the_older_one(
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"second")
 
-    def recover(here: Path) -> None:
-        left_overs.clean(here)
-        assert content_of(here, STEP) in (b"firstmp_rank_00/model.pt", b"secondmp_rank_00/model.pt")
+    def recover(crashed_root: Path) -> None:
+        left_overs.clean(crashed_root)
+        assert content_of(crashed_root, STEP) in (b"firstmp_rank_00/model.pt", b"secondmp_rank_00/model.pt")
 
-    survive_every_crash(copies, lambda here: regular_folder.publish_regular(here, STEP), recover)
+    survive_every_crash(
+        copies, lambda crashed_root: regular_folder.publish_regular(crashed_root, STEP), recover
+    )
     regular_folder.publish_regular(root, STEP)
     assert content_of(root, STEP) == b"secondmp_rank_00/model.pt"
     assert left_over(root) == []
@@ -384,7 +393,7 @@ def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
 
 
 def test_a_complete_checkpoint_of_an_earlier_run_is_moved_aside(root: Path) -> None:
-    """Whatever the clock says: it may have been put back, or ahead, in between."""
+    """Whatever its time: the clock may have been changed in between."""
     assert dump(root, b"earlier")
     entries = write(publish.prepare(root, STEP, generation="second"), b"now")
     (root / naming.TRACKER).write_text(str(OLDER))
@@ -415,34 +424,25 @@ def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:
             path.unlink()
         (root / naming.TRACKER).write_text("10")
         shutil.rmtree(root / naming.final_name(STEP))
-    assert sorted(p.name for p in root.glob("aside*")) == [
-        "aside_iter_0000020.1",
-        "aside_iter_0000020.2",
-    ]
+    assert sorted(p.name for p in root.glob("aside*")) == ["aside_iter_0000020.1", "aside_iter_0000020.2"]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("5", "20"),
-        ("20", "20"),
-        ("release", "20"),
-        ("", "20"),
-        ("x7", "20"),
-    ],
+    ("tracker_before", "tracker_after"),
+    [("5", "20"), ("20", "20"), ("release", "20"), ("", "20"), ("x7", "20")],
 )
-def test_the_tracker_never_goes_backwards(root: Path, before: str, after: str) -> None:
-    (root / naming.TRACKER).write_text(before)
+def test_the_tracker_never_goes_backwards(root: Path, tracker_before: str, tracker_after: str) -> None:
+    (root / naming.TRACKER).write_text(tracker_before)
     dump(root)
-    assert tracked(root) == after
+    assert tracked(root) == tracker_after
 
 
-@pytest.mark.parametrize("before", ["30", " 30\n"])
-def test_a_tracker_of_a_later_step_is_not_touched_and_said(root: Path, before: str) -> None:
-    (root / naming.TRACKER).write_text(before)
+@pytest.mark.parametrize("tracker_before", ["30", " 30\n"])
+def test_a_tracker_of_a_later_step_is_not_touched_and_said(root: Path, tracker_before: str) -> None:
+    (root / naming.TRACKER).write_text(tracker_before)
     with pytest.raises(CheckpointError, match="names step 30, so step 20 would not be resumed from"):
         dump(root)
-    assert tracked(root) == before
+    assert tracked(root) == tracker_before
 
 
 def test_a_missing_tracker_is_made(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_missing_tracker_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "none"])
-def test_what_was_not_written_is_not_published(root: Path, damage: str) -> None:
+def test_damaged_parts_are_not_published(root: Path, damage: str) -> None:
     folder = publish.prepare(root, STEP)
     entries = write(folder, b"new", 1)
     if damage == "missing":
@@ -506,23 +506,23 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
 
 
 def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
-    """The same step, at the same time: one of the two has it, and the other one's folder goes."""
-    made = {}
+    """One of two concurrent saves of a step is published, and the other folder is removed."""
+    published = {}
     sides = [write(publish.prepare(root, STEP, term, 0, "ours"), b"new") for term in (0, 1)]
 
     def save(term: int) -> None:
-        made[term] = publish.publish(root, STEP, sides[term], {}, 2, "ours", term)
+        published[term] = publish.publish(root, STEP, sides[term], {}, 2, "ours", term)
 
     with Thread(save, 0), Thread(save, 1):
         pass
-    assert sorted(made.values()) == [False, True]
+    assert sorted(published.values()) == [False, True]
     assert tracked(root) == str(STEP)
     check_promises(root)
     assert left_over(root) == []
 
 
 def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
-    """Another one has a folder of its own, in which nothing of the late one's work is."""
+    """Its successor has its own folder, without the late agent's files."""
     entries = write(publish.prepare(root, STEP, number=1, generation="ours"), b"new")
     late = publish.prepare(root, STEP, generation="ours")
     write(late, b"late")
@@ -532,12 +532,12 @@ def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
 
 
 def test_whoever_publishes_may_be_lost_anywhere(root: Path, copies: Callable[[], Path]) -> None:
-    """Another one takes the folder; that one may be lost as well, and a third one takes it from either."""
+    """A second agent takes over, may be lost as well, and a third agent takes over from either."""
     entries = write(publish.prepare(root, STEP), b"new", 3)
 
-    def act(here: Path, number: int) -> None:
-        publish.publish(here, STEP, entries, {}, 2, number=number, written=0)
-        left_overs.clean(here)
+    def act(crashed_root: Path, number: int) -> None:
+        publish.publish(crashed_root, STEP, entries, {}, 2, number=number, written=0)
+        left_overs.clean(crashed_root)
 
     third = functools.partial(act, number=2)
     for first in (0, 1):
@@ -545,7 +545,7 @@ def test_whoever_publishes_may_be_lost_anywhere(root: Path, copies: Callable[[],
 
 
 def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) -> None:
-    """Another one has taken the folder: neither by its name nor in a file that is open is it changed."""
+    """Its successor's folder changes neither by name nor through an open file."""
     late = publish.prepare(root, STEP, generation="ours")
     entries = write(late, b"new")
     with (late / naming.MANIFEST).open("wb") as file:
@@ -558,7 +558,7 @@ def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) ->
     assert manifest.defects(root / naming.final_name(STEP)) == []
 
 
-def test_who_is_late_finds_what_another_one_has_published(root: Path) -> None:
+def test_a_late_publisher_finds_the_published_checkpoint(root: Path) -> None:
     entries = write(publish.prepare(root, STEP, generation="ours"), b"new")
     assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1, written=0)
     assert not publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
@@ -568,31 +568,31 @@ def test_who_is_late_finds_what_another_one_has_published(root: Path) -> None:
 
 
 def test_many_sides_publish_different_steps(root: Path) -> None:
-    """The tracker is never seen to go backwards, and ends at the newest."""
+    """The tracker never goes backwards, and ends at the newest step."""
     steps = range(STEP, STEP + 6)
     entries = {step: write(publish.prepare(root, step, step, 0, "ours"), b"new") for step in steps}
-    seen: list[int] = []
+    steps_seen: list[int] = []
     event = threading.Event()
 
     def look() -> None:
         while not event.is_set():
-            seen.append(int(tracked(root)))
+            steps_seen.append(int(tracked(root)))
 
     with ExitStack() as stack:
         stack.enter_context(Thread(look))
         stack.callback(event.set)
         for step in steps:
             stack.enter_context(Thread(publish.publish, root, step, entries[step], {}, 2, "ours", step))
-    assert seen == sorted(seen)
+    assert steps_seen == sorted(steps_seen)
     assert tracked(root) == str(steps[-1])
     assert [naming.step_of(path.name) for path in sorted(root.glob("iter_*"))] == [OLDER, *steps]
 
 
-def test_a_step_of_this_run_that_is_newer_than_ours_stays(root: Path) -> None:
-    ours = write(publish.prepare(root, STEP, 1, 0, "ours"), b"ours")
+def test_a_newer_step_of_this_run_stays(root: Path) -> None:
+    entries = write(publish.prepare(root, STEP, 1, 0, "ours"), b"ours")
     theirs = write(publish.prepare(root, STEP + 1, generation="ours"), b"theirs")
     assert publish.publish(root, STEP + 1, theirs, {}, 2, "ours")
-    assert publish.publish(root, STEP, ours, {}, 2, "ours", 1)
+    assert publish.publish(root, STEP, entries, {}, 2, "ours", 1)
     assert tracked(root) == str(STEP + 1)
     assert content_of(root, STEP).startswith(b"ours")
 
@@ -604,14 +604,14 @@ def _leftovers_of_a_turn(root: Path) -> list[Path]:
     return [draft, lock]
 
 
-def test_what_a_process_has_left_that_died_in_its_turn_is_removed(root: Path) -> None:
-    left = _leftovers_of_a_turn(root)
+def test_leftovers_of_a_process_that_died_in_its_turn_are_removed(root: Path) -> None:
+    leftovers = _leftovers_of_a_turn(root)
     assert dump(root)
     assert tracked(root) == str(STEP)
-    assert not any(path.exists() for path in left)
-    left = _leftovers_of_a_turn(root)
+    assert not any(path.exists() for path in leftovers)
+    leftovers = _leftovers_of_a_turn(root)
     left_overs.clean(root, 1)
-    assert not any(path.exists() for path in left)
+    assert not any(path.exists() for path in leftovers)
 
 
 def test_nothing_is_removed_in_the_turn_of_another(root: Path) -> None:
@@ -633,16 +633,16 @@ def test_one_side_does_not_clean_up_after_the_other(root: Path) -> None:
 
 
 def test_a_disk_that_hung_wakes_in_a_later_generation(root: Path) -> None:
-    """Whatever it was asked for before does nothing to what is being written now."""
-    mine = [naming.temporary_name(21, generation="new"), naming.regular_name(21, "new")]
-    for name in mine:
+    """Its old requests do not touch the files being written now."""
+    new_names = [naming.temporary_name(21, generation="new"), naming.regular_name(21, "new")]
+    for name in new_names:
         (root / name).mkdir()
         (root / name / "shard.pt").touch()
     publish.prepare(root, 21, generation="old")
     with pytest.raises(CheckpointError, match="nothing was written"):
         publish.publish(root, 21, (), {}, 2, "old")
     assert left_overs.clean(root, 0, "old") == [naming.temporary_name(21, generation="old")]
-    assert all((root / name / "shard.pt").exists() for name in mine)
+    assert all((root / name / "shard.pt").exists() for name in new_names)
 
 
 def _regular(root: Path, step: int, generation: str) -> Path:
@@ -658,7 +658,7 @@ def _regular(root: Path, step: int, generation: str) -> Path:
     "it is removed first, its room is free at once",
 )
 def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
-    """A worker may go on writing: what it has open takes no room that it has not taken since."""
+    """A worker may keep writing: its open files take no room beyond what it writes from now on."""
     folder = _regular(root, STEP, "mine")
     with (folder / "shard.pt").open("r+b") as still_open:
         made = publish.prepare(root, STEP, generation="mine", first=True)
@@ -669,7 +669,7 @@ def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
 
 
 def test_a_later_incident_of_a_job_that_was_recovered_makes_room_too(root: Path) -> None:
-    """Its first folder has a number above those of the incidents before."""
+    """Its first folder has a higher number than those of earlier incidents."""
     folder = _regular(root, STEP, "mine")
     target = PublishTarget({0, 1}, first=2)
     assert target.is_first
@@ -680,7 +680,7 @@ def test_a_later_incident_of_a_job_that_was_recovered_makes_room_too(root: Path)
 
 
 def test_regular_saves_of_others_stay(root: Path) -> None:
-    """Of another generation; and where another controller may have rank 0, which completes them."""
+    """Saves of another generation stay, and saves that another controller's rank 0 may complete."""
     folders = [_regular(root, STEP, generation) for generation in ("mine", "another")]
     publish.prepare(root, STEP, term=1, generation="mine")
     publish.prepare(root, STEP, number=1, generation="mine")
@@ -695,8 +695,8 @@ def test_a_regular_save_that_is_being_published_is_left_to_its_publisher(root: P
     assert (folder / "shard.pt").exists()
 
 
-def test_what_is_there_is_found(root: Path) -> None:
-    """Who published it has died before it could replace the tracker."""
+def test_a_published_checkpoint_without_a_tracker_is_found(root: Path) -> None:
+    """The publisher died before it replaced the tracker."""
     with pytest.raises(CheckpointError, match="no checkpoint of step 20"):
         publish.find(root, STEP, "mine")
     assert dump(root, generation="mine")
@@ -709,7 +709,7 @@ def test_what_is_there_is_found(root: Path) -> None:
 
 
 def test_last_words_of_an_earlier_step_are_found_and_no_regular_save(root: Path) -> None:
-    """Ranks had gone back to that step; with a regular save of it alone, later ones would be lost."""
+    """Ranks had gone back to that step; a regular save of it would lose the later steps."""
     (root / naming.regular_name(STEP, "mine")).mkdir()
     write(root / naming.regular_name(STEP, "mine"), b"regular")
     regular_folder.publish_regular(root, STEP, "mine")
@@ -748,12 +748,12 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _regular(root, STEP, "mine")
-    discard, answers, done = disk.discard, threading.Event(), threading.Event()
+    discard, answers, discarded = disk.discard, threading.Event(), threading.Event()
 
     def slow(path: Path) -> None:
         answers.wait()
         discard(path)
-        done.set()
+        discarded.set()
 
     monkeypatch.setattr(disk, "discard", slow)
     monkeypatch.setattr(left_overs, "REMOVAL_WAIT_S", 0.01)
@@ -761,12 +761,12 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
     assert not folder.exists(), "whoever would publish it finds nothing"
     assert len(left_over(root)) == 2, "it is still there"
     answers.set()
-    done.wait()
+    discarded.wait()
     assert left_over(root) == [made.name]
 
 
 class SlowDisk:
-    """A disk that does not remove anything until `answers` is set."""
+    """A disk that removes nothing until `answers` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers = threading.Event()
@@ -784,7 +784,7 @@ class SlowDisk:
             monkeypatch.setattr(left_overs, patience, 0.01)
 
     def answer(self) -> None:
-        """Return when everything has been removed that is to be."""
+        """Return when all removals are done."""
         self.answers.set()
         for thread in threading.enumerate():
             if thread.name == "ttp-remove":
@@ -869,7 +869,7 @@ def test_a_regular_save_without_a_file_is_none(root: Path) -> None:
     assert not tracker.is_complete(root, STEP)
 
 
-def test_what_a_server_keeps_for_a_moment_is_no_part_of_a_regular_save(root: Path) -> None:
+def test_temporary_files_of_a_server_are_no_part_of_a_regular_save(root: Path) -> None:
     folder = _regular(root, STEP, "mine")
     (folder / ".nfs0001").touch()
     regular_folder.sync_regular(root, STEP, "mine")

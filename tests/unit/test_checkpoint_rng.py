@@ -1,4 +1,4 @@
-"""Random states are taken as they are, and do not follow the main thread."""
+"""Random states are recorded bitwise and do not follow the main thread."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class _Tracker:
         return dict(self.states)
 
 
-def test_what_was_taken_stays() -> None:
+def test_recorded_states_stay() -> None:
     (taken,) = step_record.RandomStates(_Tracker()).take()
-    before = random.getstate(), torch.get_rng_state()
+    state_before = random.getstate(), torch.get_rng_state()
     random.random()
     torch.rand(1)
-    assert taken["random_rng_state"] == before[0] != random.getstate()
-    assert torch.equal(taken["torch_rng_state"], before[1])
+    assert taken["random_rng_state"] == state_before[0] != random.getstate()
+    assert torch.equal(taken["torch_rng_state"], state_before[1])
     assert not torch.equal(taken["torch_rng_state"], torch.get_rng_state())
 
 
-def test_numpy_s_state_is_what_numpy_says() -> None:
+def test_numpy_s_state_equals_get_state() -> None:
     changes: list[Callable[[], object]] = [
         lambda: None,
         lambda: numpy.random.seed(1),
@@ -39,9 +39,9 @@ def test_numpy_s_state_is_what_numpy_says() -> None:
         numpy.random.randn,  # leaves a spare deviate
         numpy.random.randn,  # and uses it up: the rest of the state stays
         lambda: None,
-        lambda: numpy.random.set_state(before),
+        lambda: numpy.random.set_state(state_before),
     ]
-    before = numpy.random.get_state()
+    state_before = numpy.random.get_state()
     for change in changes:
         change()
         taken, real = step_record._numpy.take(), numpy.random.get_state()
@@ -49,9 +49,9 @@ def test_numpy_s_state_is_what_numpy_says() -> None:
         assert (taken[0], *taken[2:]) == (real[0], *real[2:])
 
 
-def test_python_s_state_is_what_python_says() -> None:
+def test_python_s_state_equals_getstate() -> None:
     taken = step_record._PythonState()
-    before = random.getstate()
+    state_before = random.getstate()
     changes: list[Callable[[], object]] = [
         lambda: None,
         lambda: random.seed(1),
@@ -60,7 +60,7 @@ def test_python_s_state_is_what_python_says() -> None:
         lambda: random.gauss(0.0, 1.0),  # leaves a spare deviate
         lambda: random.gauss(0.0, 1.0),  # and uses it up: the rest of the state stays
         lambda: None,
-        lambda: random.setstate(before),
+        lambda: random.setstate(state_before),
     ]
     for change in changes:
         change()
@@ -76,7 +76,7 @@ def test_python_s_state_is_taken_each_time_where_its_place_is_not_known(
 
     taken = step_record._PythonState()
     assert taken.take() is taken.take()
-    for generator in (Other(3), random.Random(4)):  # another one takes the place of the module's
+    for generator in (Other(3), random.Random(4)):  # replaces the module's generator
         monkeypatch.setattr(random, "getstate", generator.getstate)
         for _ in range(2):
             assert taken.take() == generator.getstate()
@@ -88,6 +88,6 @@ def test_a_generator_of_the_tracker_is_copied() -> None:
     generator = torch.Generator()
     tracker.states = {"graph-safe": generator}
     taken = step_record.take_random(tracker)["rng_tracker_states"]["graph-safe"]
-    before = taken.get_state()
+    state_before = taken.get_state()
     torch.rand(1, generator=generator)
-    assert torch.equal(taken.get_state(), before)
+    assert torch.equal(taken.get_state(), state_before)

@@ -1,4 +1,4 @@
-"""Checksums of shards: each change of bits is seen, equal states have equal sums, scalars count by value."""
+"""Checksums of shards: every change of bits shows, equal states have equal sums, scalars count by value."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def test_each_flip_of_a_bit_is_seen(dtype: torch.dtype, weighted: bool) -> None:
 @BOTH
 def test_runs_swaps_and_shifts_are_seen(weighted: bool) -> None:
     drawn = random.Random(1)
-    words = torch.randint(-(2**31), 2**31, (1 << 12,), dtype=torch.int32)
-    before = sum_of(words, weighted)
+    tensor = torch.randint(-(2**31), 2**31, (1 << 12,), dtype=torch.int32)
+    sum_before = sum_of(tensor, weighted)
     for _ in range(500):
-        changed, start, length = words.clone(), drawn.randrange(4000), 2 ** drawn.randrange(1, 7)
+        changed, start, length = tensor.clone(), drawn.randrange(4000), 2 ** drawn.randrange(1, 7)
         kind = drawn.randrange(3)
         if kind == 0:  # the same bit inverted in neighbouring words, which factors of 1, 3, 5, ... miss
             changed[start : start + length] ^= 1 << drawn.randrange(31)
         elif kind == 1:
-            changed[start], changed[start + 1] = words[start + 1], words[start]
+            changed[start], changed[start + 1] = tensor[start + 1], tensor[start]
         else:
             changed = changed.roll(1)
-        assert sum_of(changed, weighted) != before or torch.equal(changed, words)
+        assert sum_of(changed, weighted) != sum_before or torch.equal(changed, tensor)
 
 
 @BOTH
@@ -99,7 +99,7 @@ def test_a_twin_whose_scalars_came_by_message_has_the_sums_of_its_owner() -> Non
 @pytest.mark.parametrize("key", ["param", "exp_avg", "exp_avg_sq", "state.step", "group.lr", "group.betas"])
 def test_a_change_is_seen_under_its_key_alone(key: str) -> None:
     optimizer = optimizer_of()
-    before = checksums.shard_sums(optimizer)
+    sums_before = checksums.shard_sums(optimizer)
     param = optimizer.param_groups[0]["params"][0]
     if key == "param":
         param.data.view(torch.int32)[3] ^= 1
@@ -109,8 +109,8 @@ def test_a_change_is_seen_under_its_key_alone(key: str) -> None:
         optimizer.state[param]["step"] += 1
     else:
         optimizer.param_groups[1][key.removeprefix("group.")] = (0.5, 0.95)
-    after = checksums.shard_sums(optimizer)
-    assert [name for name in before if before[name] != after[name]] == [key]
+    sums_after = checksums.shard_sums(optimizer)
+    assert [name for name in sums_before if sums_before[name] != sums_after[name]] == [key]
 
 
 def test_before_the_first_update_there_are_no_moments() -> None:

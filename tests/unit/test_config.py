@@ -1,4 +1,4 @@
-"""Settings: a default, an environment variable, a flag, and one line for a value that makes no sense."""
+"""Settings: a default, an environment variable, a flag, and one line for an invalid value."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_variable_sets_its_field_alone(variable: str, text: str, field: str, v
 
 
 @pytest.mark.parametrize(("variable", "text"), BAD)
-def test_a_value_that_makes_no_sense_is_one_line(variable: str, text: str) -> None:
+def test_an_invalid_value_is_one_line(variable: str, text: str) -> None:
     setting = next(setting for setting in SETTINGS if setting.variable == variable)
     with pytest.raises(ConfigError) as caught:
         config.load({variable: text})
@@ -277,13 +277,13 @@ def test_credentials_in_a_url_are_not_shown(name: str) -> None:
         config.load({name: "https://user:word@host"})
 
 
-def test_other_variables_are_not_ours() -> None:
-    """Of ours inside of a job, of MindIO's SDK, of Kubernetes for a service named ttp, of anybody."""
-    others = """TTP_AGENT TTP_BOARD TTP_BOARD_RANKS TTP_SCRATCH TTP_GENERATION TTP_IS_RESTART TTP_TEST_COLD
+def test_foreign_are_accepted() -> None:
+    """Internal variables of a job, those of MindIO's SDK, and Kubernetes's for a service named ttp."""
+    foreign = """TTP_AGENT TTP_BOARD TTP_BOARD_RANKS TTP_SCRATCH TTP_GENERATION TTP_IS_RESTART TTP_TEST_COLD
         TTP_LOG_MODE TTP_RETRY_TIMES TTP_NORMAL_ACTION_TIME_LIMIT TTP_STOP_CLEAN_BEFORE_DUMP
         TTP_ACCLINK_CHECK_PERIOD_HOURS TTP_SERVICE_HOST TTP_SERVICE_PORT TTP_PORT_8000_TCP
         TTP_PORT_8000_TCP_PORT HTTP_PORT HTTP_LOG_PATH ENABLE_HTTP"""
-    misspelt.refuse(dict.fromkeys(others.split(), "1"))
+    misspelt.refuse(dict.fromkeys(foreign.split(), "1"))
     misspelt.refuse({setting.variable: "1" for setting in SETTINGS})
 
 
@@ -389,13 +389,13 @@ def test_flags_have_the_names_of_their_variables() -> None:
 
 @pytest.mark.parametrize("name", ["TTP_HANG", "TTP_ONLINE", "TTP_NO_PROGRESS"])
 def test_the_page_says_of_limits_what_the_help_says(name: str) -> None:
-    words = next(setting.help for setting in SETTINGS if setting.variable == name)
+    help_text = next(setting.help for setting in SETTINGS if setting.variable == name)
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}`")]
     readme = PAGE.parents[1] / "README.md"
     rows += [line for line in readme.read_text().splitlines() if line.startswith(f"| `{name}`")]
     assert rows
     for row in rows:
-        assert words in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row), "links aside"
+        assert help_text in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row), "links aside"
 
 
 def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
@@ -413,10 +413,10 @@ def test_the_page_has_the_settings_that_must_be_the_same_on_all_nodes() -> None:
 
 
 def test_settings_that_may_differ_between_nodes() -> None:
-    """A setting that decides what ranks do together is compared: nodes with other values would wait."""
-    own = (
+    """Settings for collective decisions must be equal, or the nodes would wait for each other."""
+    node_variables = (
         "ENABLE_TTP TTP_GRACE TTP_SPARES TTP_PORT TTP_TLS TTP_TLS_CERT TTP_TLS_KEY TTP_TLS_CA TTP_PLATFORM"
         " TTP_LOG_PATH TTP_LOG_LEVEL TTP_LOG_STDOUT TTP_SERVE TTP_SERVE_TOKEN TTP_NOTIFY TTP_NOTIFY_SECRET"
         " TTP_STORE_RATE TTP_STORE_ALSO TTP_STORE_ENDPOINT TTP_PULL TTP_PROFILE TTP_DUMP"
     )
-    assert [s.variable for s in SETTINGS if not s.same_on_all_nodes] == own.split()
+    assert [s.variable for s in SETTINGS if not s.same_on_all_nodes] == node_variables.split()

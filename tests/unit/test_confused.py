@@ -1,7 +1,6 @@
-"""An agent that knows the secret and talks nonsense: valid messages, any values, in any order, twice.
+"""Nonsense from an agent that knows the secret: valid messages with any values, in any order, repeated.
 
-They go through what `ControllerHost` does with them. Whatever comes, the controller goes on, and gives a
-verdict in the end.
+The messages take the path of `ControllerHost`. The controller must go on, and give a verdict in the end.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from adaptor.protocol.naming import FileEntry
 from tests.unit.any_message import any_of
 
 EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))
-# Numbers that mean something in this job, so that nonsense also gets past the first comparison.
+# Numbers that occur in this job, so that nonsense passes the first comparison.
 SMALL = st.integers(-1, 6)
 TEXT = st.sampled_from(["", "g", "h", "/save", "SIGTERM", "SIGNONE", "same"])
 SHARES = st.lists(st.builds(Share, TEXT, st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=3)
@@ -80,8 +79,8 @@ NEARLY = st.one_of(
 ANY: st.SearchStrategy[Any] = st.one_of(NEARLY, NEARLY, any_of(messages.FromAgent))
 
 
-class Job:
-    """Two nodes with two ranks each; every shard of group `g` is on both. Node 1 is the confused one."""
+class ConfusedJob:
+    """Two nodes with two ranks each; both hold every shard of group `g`. Node 1 is confused."""
 
     def __init__(self, folder: Path) -> None:
         self.registry = AgentRegistry(4, 2)
@@ -95,10 +94,10 @@ class Job:
             self.take(rank // 2, Layout(rank, (Share("g", rank % 2, 2),), "/save", 0, "same"))
 
     def take(self, node: int, message: Any) -> None:
-        """As the controller host takes it, after it has come over a connection."""
+        """Take a message as the controller host does after it came over a connection."""
         try:
             heard = wire.from_agent(wire.frame(message)[4:])
-        except (msgspec.DecodeError, OverflowError):  # it could not have come over one
+        except (msgspec.DecodeError, OverflowError):  # no connection could carry it
             return
         if not self.registry.rejection_reason(node, heard):
             self.report.record_message(node, heard)
@@ -109,12 +108,12 @@ class Job:
         self._deliver(self.controller.tick(self.now))
 
     def end(self) -> Verdict:
-        """Node 0 dies, and nobody answers any more."""
+        """Kill node 0 and let nobody answer; return the verdict."""
         for rank in (0, 1):
             self.take(0, Died(rank, -9, 0.0, BoardRecord(rank)))
         for _ in range(4):
             self.tick(130.0)
-        self.report.close()  # its report is written by a thread
+        self.report.close()  # a thread writes the report
         assert self.controller.verdict is not None
         return self.controller.verdict
 
@@ -127,10 +126,10 @@ class Job:
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(ANY, st.sampled_from([0.0, 0.0, 0.0, 1.0, 70.0])), max_size=30))
-def test_nonsense_of_a_node(said: list[tuple[Any, float]]) -> None:
+def test_nonsense_of_a_node(messages: list[tuple[Any, float]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder))
-        for message, seconds in said:
+        job = ConfusedJob(Path(folder))
+        for message, seconds in messages:
             job.take(1, message)
             job.tick(seconds)
         assert not {0, 1} & job.controller.membership.dead.keys()
@@ -140,11 +139,10 @@ def test_nonsense_of_a_node(said: list[tuple[Any, float]]) -> None:
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(st.lists(NEARLY, max_size=10))
-def test_what_is_said_twice(said: list[Any]) -> None:
-    """Sent again, in the same place, it changes nothing."""
+def test_a_repeated_message_changes_nothing(messages: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        once, twice = Job(Path(folder)), Job(Path(folder))
-        for message in said:
+        once, twice = ConfusedJob(Path(folder)), ConfusedJob(Path(folder))
+        for message in messages:
             once.take(1, message)
             for _ in range(2):
                 twice.take(1, message)

@@ -1,4 +1,4 @@
-"""The controller, by golden traces: tests/unit/controller_traces, in the language of `traces.py`."""
+"""The controller by golden traces: tests/unit/controller_traces, in the language of `traces.py`."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ TRACES = sorted((Path(__file__).parent / "controller_traces").glob("*.txt"))
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_trace(path: Path) -> None:
     expected = path.read_text()
-    now = replay(expected)
+    replayed = replay(expected)
     if os.environ.get("UPDATE_TRACES"):
-        path.write_text(now)
-    assert now == expected
+        path.write_text(replayed)
+    assert replayed == expected
 
 
 def test_twenty_thousand_ranks() -> None:
     """One kill in a job of 2,500 nodes: the work grows with the ranks, not with their square."""
-    ranks, each, shards = 20_000, 8, 50
+    ranks, ranks_per_node, shards = 20_000, 8, 50
     job = Controller(ranks, 120.0, ("store", 1, b""))
-    for node in range(ranks // each):
-        job.handle(AgentHello(node, tuple(range(node * each, (node + 1) * each))), 0.0)
-    for rank in range(ranks):  # two copies of each shard, half of the job apart
+    for node in range(ranks // ranks_per_node):
+        job.handle(AgentHello(node, tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node))), 0.0)
+    for rank in range(ranks):  # two copies of each shard, half of the ranks apart
         share = Share(f"g{rank % (ranks // 2) // shards}", rank % shards, shards)
         job.handle(Hello(rank, 1), 0.0)
         job.handle(Layout(rank, (share,), "/save", 0, "same"), 0.0)
     orders = job.handle(Died(7, -9, 0.0, BoardRecord(7)), 1.0)
-    told = [order.message for _, order in orders if isinstance(order, Addressed)]
-    assert told == [Freeze(1)] * (ranks - 1)
+    orders_sent = [order.message for _, order in orders if isinstance(order, Addressed)]
+    assert orders_sent == [Freeze(1)] * (ranks - 1)
     assert not any(gc.is_tracked(order) for _, order in orders), "walked through again and again while made"
     for rank in range(ranks):
         if rank != 7:
@@ -84,7 +84,7 @@ def test_twenty_thousand_ranks() -> None:
 
 
 def test_nodes_that_stand_still_for_long_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an evaluation thousands of nodes say so again and again; all are looked at when one changes."""
+    """In an evaluation thousands of nodes repeat their report; all are evaluated only at a change."""
     looks: list[int] = []
     hang = hang_detector.hang
     monkeypatch.setattr(hang_detector, "hang", lambda nodes: looks.append(1) or hang(nodes))
@@ -101,10 +101,9 @@ def test_nodes_that_stand_still_for_long_cost_nothing(monkeypatch: pytest.Monkey
     assert job.incident is not None
 
 
-def _who_shows(orders: Orders) -> list[int]:
-    """The ranks that are to show the traceback which they hold."""
-    told = [order for _, order in orders if isinstance(order, Addressed)]
-    return [order.rank for order in told if isinstance(order.message, Exit) and order.message.blamed]
+def _ranks_that_show(orders: Orders) -> list[int]:
+    addressed = [order for _, order in orders if isinstance(order, Addressed)]
+    return [order.rank for order in addressed if isinstance(order.message, Exit) and order.message.blamed]
 
 
 def _job(world_size: int) -> Controller:
@@ -116,13 +115,13 @@ def _job(world_size: int) -> Controller:
 
 
 def test_where_nobody_is_blamed_the_first_that_raised_shows_it() -> None:
-    """Else nobody would, and the traceback of the only error that is known would be lost."""
+    """Otherwise the traceback of the only known error would be lost."""
     job = _job(3)
     job.handle(Raised(2, "RuntimeError: Connection closed by peer", 1), 1.0)
     job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)
-    assert _who_shows(job.give_up("KeyError: 'a mistake'")) == [2]
-    assert _who_shows(job.handle(Hello(2, 2002), 2.0)) == [2], "its hello was late"
-    assert _who_shows(job.handle(Hello(1, 2001), 2.0)) == []
+    assert _ranks_that_show(job.give_up("KeyError: 'a mistake'")) == [2]
+    assert _ranks_that_show(job.handle(Hello(2, 2002), 2.0)) == [2], "its hello was late"
+    assert _ranks_that_show(job.handle(Hello(1, 2001), 2.0)) == []
 
 
 def test_a_job_that_is_told_to_end_names_the_ttprun_that_was() -> None:
@@ -140,28 +139,28 @@ def test_what_is_raised_after_a_job_was_told_to_end_is_not_shown() -> None:
     job = _job(2)
     job.handle(AgentTerminationRequested(0, "SIGTERM"), 1.0)
     job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)
-    assert _who_shows(job.give_up("KeyError: 'a mistake'")) == []
+    assert _ranks_that_show(job.give_up("KeyError: 'a mistake'")) == []
 
 
-def test_what_an_open_incident_says() -> None:
+def test_the_line_of_an_open_incident() -> None:
     """At once when the step is saved, and before where the save takes long."""
     trace = Trace()
 
-    def words(*lines: str) -> str:
+    def report(*lines: str) -> str:
         for line in lines:
             list(trace.say(line))
         return trace.controller.open_words()
 
-    assert words("job nodes=2 shards=2 online=60", "at 100", "dying 3") == ""
+    assert report("job nodes=2 shards=2 online=60", "at 100", "dying 3") == ""
     frozen = [f"frozen {rank} running 5" for rank in (0, 1, 2)]
-    assert words(*frozen) == "", "its status is not known"
-    assert words("died 3 -9", "prepared", "at 101.9") == ""
-    assert words("at 102") == "rank 3 was ended by SIGKILL; step 5 is being saved"
-    now = words("written 0", "at 102.5", "published")
-    assert now == "rank 3 was ended by SIGKILL; step 5 is saved (2.5 s); a new process is started"
+    assert report(*frozen) == "", "its status is not known"
+    assert report("died 3 -9", "prepared", "at 101.9") == ""
+    assert report("at 102") == "rank 3 was ended by SIGKILL; step 5 is being saved"
+    before_restart = report("written 0", "at 102.5", "published")
+    assert before_restart == "rank 3 was ended by SIGKILL; step 5 is saved (2.5 s); a new process is started"
     joined = [f"joined {rank}" for rank in (0, 1, 2, 3)]
-    assert words("hello 3 pid=7", "layout 3 same", "at 110") == now
-    assert words(*joined) == ""
+    assert report("hello 3 pid=7", "layout 3 same", "at 110") == before_restart
+    assert report(*joined) == ""
 
 
 def test_an_open_incident_that_restarts_all_ranks_says_nothing_more() -> None:

@@ -1,4 +1,4 @@
-"""An installation without the files of any optional part: `ttprun` starts workers, and every patch loads."""
+"""An installation without the files of optional parts: `ttprun` starts workers, and every patch loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller does where holders of the state differ."""
+"""The controller's decisions when holders of the state differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _corrupt(
     *,
     stops: bool = False,
 ) -> tuple[Controller, Orders]:
-    """Return the controller, and the orders once it was told and all ranks are frozen."""
+    """Return the controller, and its orders after the report with all ranks frozen."""
     job = _job()
     message = Corruption(0, STEP, "g/1", "exp_avg of shard g/1 differs", named, suspects, agreed, stops)
     orders = job.handle(message, 1.0)
@@ -47,8 +47,8 @@ def _corrupt(
 
 
 def _regroups(orders: Orders) -> dict[int, Regroup]:
-    told = [order for _, order in orders if isinstance(order, Addressed)]
-    return {order.rank: order.message for order in told if isinstance(order.message, Regroup)}
+    addressed = [order for _, order in orders if isinstance(order, Addressed)]
+    return {order.rank: order.message for order in addressed if isinstance(order.message, Regroup)}
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -100,7 +100,7 @@ def test_a_disputed_state_is_not_saved() -> None:
 
 @pytest.mark.parametrize("is_writing", [False, True])
 def test_a_save_of_a_disputed_step_is_given_up(is_writing: bool) -> None:
-    """A rank dies while the others compare: the step is planned before the dispute is known."""
+    """A rank dies during the comparison: the step is planned before the dispute is known."""
     job = _job()
     assert [type(order) for _, order in _kill(job, 3, STEP)] == [Replace, Prepare]
     assert job.incident is not None

@@ -1,4 +1,4 @@
-"""Ctrl-C to commands of `ttp` that go on until it comes, or read for long; `ttp serve`: `test_serve.py`."""
+"""Ctrl-C to commands of `ttp` that run until it comes or read for long; `ttp serve`: `test_serve.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.launching import DROPPED, HEARS_CTRL_C, interrupted_in_import
 from tests.unit.test_serve import job  # noqa: F401
 from tests.waiting import LONG_S, captured
 
-# Ctrl-C comes at the first look at the files of the job, and is lost; a second look is one too many.
+# Ctrl-C comes at the first look at the job's files, and Python drops it; a second look fails the test.
 LOOKED_AT_ONCE = """
 import os
 from adaptor.operations import job_reader
@@ -70,7 +70,7 @@ def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> Non
     "program_of", ["adaptor.launchers.cli.entry", "adaptor.launchers.cli.ttp", "adaptor.__main__"]
 )
 def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> None:
-    """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
+    """Except Python's startup and the package itself, during which Ctrl-C gives Python's traceback."""
     program = (
         "import sys\n"
         "import adaptor.launchers.cli\n"

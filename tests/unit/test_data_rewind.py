@@ -1,4 +1,4 @@
-"""What a training loop has read since a step is given once more."""
+"""Data that a training loop has read since a step is provided again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_step_that_was_begun_reads_on_behind_what_it_has_read() -> None:
 
 
 def test_a_batch_that_was_changed_comes_as_it_was() -> None:
-    """Each time: it is changed in each step that is made again."""
+    """On each repetition, although each repetition changes the batch."""
     replay = DataRewind(iter([{"tokens": [1, 2, 3, 4]}, [5, 6, 7, 8]]))
     for _ in range(3):
         replay.begin_step(1)
@@ -48,7 +48,7 @@ def test_a_batch_that_was_changed_comes_as_it_was() -> None:
         replay.rewind(0)
 
 
-def test_again_and_again() -> None:
+def test_a_step_is_rewound_repeatedly() -> None:
     replay = DataRewind(count())
     read(replay, 1)
     for items in (2, 1, 0, 2):
@@ -58,7 +58,7 @@ def test_again_and_again() -> None:
 
 
 def test_two_steps_back() -> None:
-    """With a local copy a rank that is ahead goes back one step more."""
+    """With a local copy a rank that is ahead goes back one further step."""
     replay = DataRewind(count())
     for step in (1, 2, 3):
         read(replay, step)
@@ -66,14 +66,14 @@ def test_two_steps_back() -> None:
     assert [read(replay, step) for step in (2, 3, 4)] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_nothing_is_given_again_where_the_step_is_finished() -> None:
+def test_a_finished_step_is_not_rewound() -> None:
     replay = DataRewind(count())
     read(replay, 1)
     replay.rewind(1)
     assert read(replay, 2) == [2, 3]
 
 
-def test_how_often_a_step_has_read() -> None:
+def test_the_number_of_reads_of_a_step() -> None:
     replay = DataRewind(count())
     read(replay, 1)
     read(replay, 2, items=3)
@@ -83,7 +83,7 @@ def test_how_often_a_step_has_read() -> None:
 
 
 class FailsOnce(Iterator[int]):
-    """Counts; like torch's iterators it has gone on before it raises."""
+    """Counts; like torch's iterators it advances before it raises."""
 
     def __init__(self, fails_at: int) -> None:
         self._numbers = count()
@@ -96,8 +96,8 @@ class FailsOnce(Iterator[int]):
         return number
 
 
-def test_after_a_read_that_failed_nothing_is_given_again() -> None:
-    """The next item would be the one after that which could not be read."""
+def test_after_a_failed_read_nothing_is_provided_again() -> None:
+    """The next item would be the item after the failed one."""
     replay = DataRewind(FailsOnce(3))
     read(replay, 1)
     with pytest.raises(OSError, match="a bad sample"):
@@ -127,7 +127,7 @@ def test_the_end_of_the_data_is_no_failure() -> None:
     assert read(replay, 1) == [0, 1]
 
 
-# As in any job with data loaders, this process has threads when it forks one.
+# As in any job with data loaders, the forking process has threads.
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_process_that_reads_ahead_has_died() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
@@ -160,19 +160,19 @@ def read_tokens(replay: DataRewind, step: int, oldest: int) -> list[int]:
 
 
 def test_many_steps_back_to_a_copy_in_host_memory() -> None:
-    """What was read since the step of the copy is given again, twice."""
+    """Data read since the copy's step is provided again, twice."""
     replay = DataRewind(batches())
-    given = {step: read_tokens(replay, step, oldest=2) for step in range(1, 9)}
+    tokens_by_step = {step: read_tokens(replay, step, oldest=2) for step in range(1, 9)}
     for _ in range(2):
         replay.rewind(2)
         assert {step: read_tokens(replay, step, oldest=2) for step in range(3, 9)} == {
-            step: given[step] for step in range(3, 9)
+            step: tokens_by_step[step] for step in range(3, 9)
         }
     read_tokens(replay, 9, oldest=5)
     with pytest.raises(CannotRejoinError, match="after step 4 is not kept"):
         replay.rewind(4)
     replay.rewind(5)
-    assert read_tokens(replay, 6, oldest=5) == given[6]
+    assert read_tokens(replay, 6, oldest=5) == tokens_by_step[6]
 
 
 def test_too_much_data_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What stands in for asyncio.timeout on 3.10."""
+"""The replacement of asyncio.timeout on Python 3.10."""
 
 from __future__ import annotations
 

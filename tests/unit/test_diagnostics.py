@@ -1,4 +1,4 @@
-"""A trace and a dump of chosen steps: what they write, and that training does not feel them."""
+"""A trace and a dump of chosen steps: their files, and that they do not change training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = 4
 
 
 class Block(torch.nn.Module):
-    """As Megatron's layers: two tensors in a tuple, dropout."""
+    """A layer like Megatron's: two tensors in a tuple, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(8, 8)
 
-    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.nn.functional.dropout(self.linear(given), 0.1) + given, None
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.dropout(self.linear(hidden), 0.1) + hidden, None
 
 
 class Model(torch.nn.Module):
@@ -37,10 +37,10 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList([Block(), Block()])
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            given, _ = layer(given)
-        return given
+            hidden, _ = layer(hidden)
+        return hidden
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +50,12 @@ def own_context() -> Iterator[None]:
 
 
 def _recorder(tmp_path: Path, **settings: str) -> Recorder:
-    made = context.begin({"TTP_LOG_PATH": str(tmp_path / "logs"), **settings})
-    return made.part(Recorder)
+    process_context = context.begin({"TTP_LOG_PATH": str(tmp_path / "logs"), **settings})
+    return process_context.part(Recorder)
 
 
 def _train(recorder: Recorder, spoil: int = 0) -> tuple[list[float], Model]:
-    """Train, each step begun and ended, step `spoil` with an input that is not finite; return the losses."""
+    """Train with step `spoil` on non-finite input; return the losses and the model."""
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,10 +63,10 @@ def _train(recorder: Recorder, spoil: int = 0) -> tuple[list[float], Model]:
     losses = []
     for step in range(1, STEPS + 1):
         recorder.begin_step(step)
-        given = torch.randn(4, 8)
+        inputs = torch.randn(4, 8)
         if step == spoil:
-            given[0, 0] = torch.nan
-        loss = model(given).square().mean()
+            inputs[0, 0] = torch.nan
+        loss = model(inputs).square().mean()
         optimizer.zero_grad()
         loss.backward()
         recorder.before_update()
@@ -93,10 +93,10 @@ def _hooks(model: torch.nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules())
 
 
-def test_losses_are_bit_for_bit_those_without(tmp_path: Path) -> None:
+def test_losses_are_bitwise_unchanged(tmp_path: Path) -> None:
     plain, _ = _train(_recorder(tmp_path))
-    both = {"TTP_PROFILE": "steps=2-3", "TTP_DUMP": _dump_file(tmp_path, steps="1-3", tensors=True)}
-    assert _train(_recorder(tmp_path, **both))[0] == plain
+    settings = {"TTP_PROFILE": "steps=2-3", "TTP_DUMP": _dump_file(tmp_path, steps="1-3", tensors=True)}
+    assert _train(_recorder(tmp_path, **settings))[0] == plain
     assert len(list((tmp_path / "logs").rglob("trace.json"))) == 1
 
 
@@ -108,7 +108,7 @@ def test_without_a_request_nothing_is_hooked_and_nothing_written(tmp_path: Path)
     assert not (tmp_path / "logs").exists()
 
 
-def test_hooks_are_there_in_the_steps_alone(tmp_path: Path) -> None:
+def test_hooks_exist_only_in_the_requested_steps(tmp_path: Path) -> None:
     recorder = _recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps=2))
     model = Model()
     recorder.watch([model])
@@ -121,9 +121,7 @@ def test_hooks_are_there_in_the_steps_alone(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_rank_that_is_not_asked_for_records_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     settings = {"TTP_PROFILE": "steps=2,ranks=0", "TTP_DUMP": _dump_file(tmp_path, steps=2)}
     _train(_recorder(tmp_path, **settings))
@@ -190,8 +188,8 @@ def test_the_limit_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_statistics_are_those_of_the_finite_elements() -> None:
-    found = statistics(torch.tensor([3.0, -4.0, torch.nan, torch.inf, -torch.inf]))
-    assert found == {"min": -4.0, "max": 3.0, "mean": -0.5, "norm": 5.0, "nan": 1, "inf": 2}
+    computed = statistics(torch.tensor([3.0, -4.0, torch.nan, torch.inf, -torch.inf]))
+    assert computed == {"min": -4.0, "max": 3.0, "mean": -0.5, "norm": 5.0, "nan": 1, "inf": 2}
     none = {"min": None, "max": None, "mean": None, "norm": None}
     assert statistics(torch.tensor([torch.nan])) == {**none, "nan": 1, "inf": 0}
     assert statistics(torch.empty(0, 3)) == {**none, "nan": 0, "inf": 0}
@@ -207,27 +205,25 @@ def test_statistics_are_those_of_the_finite_elements() -> None:
         ("TTP_DUMP", "rank 0 writes no more: NotADirectoryError"),
     ],
 )
-def test_what_cannot_be_written_costs_the_training_nothing(
+def test_a_failed_write_does_not_stop_training(
     place: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And one line says it, none that something is there."""
-    asked = {"TTP_PROFILE": "steps=2", "TTP_DUMP": _dump_file(tmp_path, steps="2-3")}
+    """One line reports the failure, and no line names a file."""
+    settings = {"TTP_PROFILE": "steps=2", "TTP_DUMP": _dump_file(tmp_path, steps="2-3")}
     plain, _ = _train(_recorder(tmp_path))
-    recorder = _recorder(tmp_path, **{place: asked[place]})
-    (tmp_path / "logs").touch()  # below a file no folder can be made
+    recorder = _recorder(tmp_path, **{place: settings[place]})
+    (tmp_path / "logs").touch()  # no folder can be made below a file
     assert _train(recorder)[0] == plain
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"[ttp] {place}: ")]
     assert [line.partition(": [Errno")[0] for line in lines] == [f"[ttp] {place}: {line}"]
     assert (tmp_path / "logs").is_file()
 
 
-def test_another_profiler_that_records_stays_and_ours_is_given_up(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with torch.profiler.profile() as other:
+def test_an_active_profiler_of_the_script_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with torch.profiler.profile() as profiler:
         _train(_recorder(tmp_path, TTP_PROFILE="steps=2"))
     assert "[ttp] TTP_PROFILE: rank 0 records no more: " in capfd.readouterr().err
-    assert any("linear" in event.key for event in other.key_averages())
+    assert any("linear" in event.key for event in profiler.key_averages())
 
 
 def _asked_for(place: str, tmp_path: Path, steps: str) -> dict[str, str]:
@@ -235,7 +231,7 @@ def _asked_for(place: str, tmp_path: Path, steps: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])
-def test_steps_that_never_come_are_said(
+def test_requested_steps_that_never_come_are_reported(
     place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _train(_recorder(tmp_path, **_asked_for(place, tmp_path, "100-102")))
@@ -245,7 +241,7 @@ def test_steps_that_never_come_are_said(
 
 
 @pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])
-def test_nothing_is_said_of_a_model_that_another_replaces_before_the_first_step(
+def test_a_model_replaced_before_the_first_step_is_not_reported(
     place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recorder = _recorder(tmp_path, **_asked_for(place, tmp_path, "2"))
@@ -254,21 +250,21 @@ def test_nothing_is_said_of_a_model_that_another_replaces_before_the_first_step(
     assert "none of the steps" not in capfd.readouterr().err
 
 
-def test_where_a_dump_is_is_said_of_what_was_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_about_a_dump_names_its_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _train(_recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps=2, modules=["layers.0"])))
     (path,) = (tmp_path / "logs").rglob("dump-rank0.jsonl")
     assert capfd.readouterr().err == f"[ttp] TTP_DUMP: 2 tensors of rank 0 are in {path}\n"
     assert len(_lines(tmp_path)) == 2
 
 
-def test_a_dump_for_which_no_thread_can_be_had_is_said(
+def test_a_dump_without_a_writer_thread_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = _recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps="2-3"))
     start = output.Writer.start
-    monkeypatch.setattr(output.Writer, "start", lambda one: one is not recorder._writer and start(one))
+    monkeypatch.setattr(
+        output.Writer, "start", lambda writer: writer is not recorder._writer and start(writer)
+    )
     _train(recorder)
     assert capfd.readouterr().err == (
         "[ttp] TTP_DUMP: rank 0 writes no more: no thread can be started that writes\n"
@@ -276,7 +272,7 @@ def test_a_dump_for_which_no_thread_can_be_had_is_said(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("10", "it must be like steps=10-12,ranks=0"),
         ("ranks=0", "steps are missing, as in steps=10-12,ranks=0"),
@@ -289,22 +285,22 @@ def test_a_dump_for_which_no_thread_can_be_had_is_said(
         ("steps=1,ranks=", "'' is no number and no range like 10-12"),
     ],
 )
-def test_a_profile_that_makes_no_sense_is_one_line(text: str, why: str) -> None:
+def test_an_invalid_profile_is_one_line(text: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load({"TTP_PROFILE": text})
-    assert str(caught.value) == f"TTP_PROFILE is {text!r}: {why}"
+    assert str(caught.value) == f"TTP_PROFILE is {text!r}: {reason}"
 
 
 def test_a_profile_is_read() -> None:
-    asked = requests.profile("steps=10-12,ranks=0,8-9")
-    assert asked is not None
-    assert [n for n in range(20) if n in asked.steps] == [10, 11, 12]
-    assert [n for n in range(20) if n in asked.ranks] == [0, 8, 9]
+    request = requests.profile("steps=10-12,ranks=0,8-9")
+    assert request is not None
+    assert [n for n in range(20) if n in request.steps] == [10, 11, 12]
+    assert [n for n in range(20) if n in request.ranks] == [0, 8, 9]
     assert requests.profile("") is requests.dump("") is None
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "reason"),
     [
         ("{", "Input data was truncated"),
         ("[]", "Expected `object`, got `array`"),
@@ -321,20 +317,23 @@ def test_a_profile_is_read() -> None:
         (b"{" + b" " * (1 << 16), "the file has more than 65536 bytes"),
     ],
 )
-def test_a_dump_that_makes_no_sense_is_one_line(content: str | bytes, why: str, tmp_path: Path) -> None:
+def test_an_invalid_dump_request_is_one_line(content: str | bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError) as caught:
         config.load({"TTP_DUMP": str(path)})
     line = str(caught.value)
     assert line.startswith("TTP_DUMP is ")
-    assert why in line
+    assert reason in line
     assert len(line.splitlines()) == 1
 
 
 def test_a_dump_file_that_is_not_there(tmp_path: Path) -> None:
-    for path, why in (("gone.json", "the file cannot be read (No such file or directory)"), (".", "no file")):
-        with pytest.raises(ConfigError, match=why.replace("(", r"\(").replace(")", r"\)")):
+    for path, reason in (
+        ("gone.json", "the file cannot be read (No such file or directory)"),
+        (".", "no file"),
+    ):
+        with pytest.raises(ConfigError, match=reason.replace("(", r"\(").replace(")", r"\)")):
             config.load({"TTP_DUMP": str(tmp_path / path)})
 
 

@@ -1,4 +1,4 @@
-"""Whatever ranks say of what they load: each byte that each of them sees is read by one rank that sees it."""
+"""Each byte that ranks see is read by exactly one rank that sees it, whatever the ranks load."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ FILES = st.lists(
 def test_each_part_has_one_reader(readers: list[Reader], files: list[FileEntry]) -> None:
     divisions = [Division(rank, readers) for rank in range(len(readers))]
     for ranks in views(readers):
-        whole = [file.path for rank in ranks for file in divisions[rank].whole_files(files)]
-        assert sorted(whole) == sorted(file.path for file in files)
+        full_files = [file.path for rank in ranks for file in divisions[rank].whole_files(files)]
+        assert sorted(full_files) == sorted(file.path for file in files)
         for file in files:
             parts = [range(*divisions[rank].blocks(file)) for rank in ranks]
             assert [block for part in parts for block in part] == list(range(hashing.blocks_of(file)))
 
 
 @given(READERS, FILES)
-def test_what_a_node_loads_is_read_by_nodes_that_load_it(
+def test_files_that_a_node_loads_are_read_by_nodes_that_load_them(
     readers: list[Reader], files: list[FileEntry]
 ) -> None:
     for rank, reader in enumerate(readers):
         division = Division(rank, readers)
         for file in files:
-            alike = [each for each in readers if each.view == reader.view]
-            nodes = {each.node for each in alike if file.path.startswith(each.loads)}
+            alike = [same_view for same_view in readers if same_view.view == reader.view]
+            nodes = {same_view.node for same_view in alike if file.path.startswith(same_view.loads)}
             if nodes and reader.node not in nodes:
                 assert division.blocks(file) == (0, 0)

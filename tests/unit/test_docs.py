@@ -1,4 +1,4 @@
-"""What the pages in docs/ tell a user to type works, and what they quote is there."""
+"""Commands on the pages in docs/ work, and quoted code exists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _anchor(heading: str) -> str:
-    """The name that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -88,18 +87,18 @@ def test_the_training_loop_is_that_of_the_example() -> None:
 
 
 def _commands() -> list[tuple[dict[str, str], list[str]]]:
-    """The commands of both nodes: their variables, and the arguments of ttprun."""
+    """Return the variables and the ttprun arguments of both nodes' commands."""
     text = "\n".join(_blocks(SEVERAL_NODES, "bash"))
-    found = []
+    commands = []
     for line in re.findall(r"^\S+ ttprun .*$", text.replace("\\\n", " "), re.MULTILINE):
         variable, _, *arguments = shlex.split(line)
         name, _, value = variable.partition("=")
-        found.append(({name: value}, arguments))
-    return found
+        commands.append(({name: value}, arguments))
+    return commands
 
 
 def test_the_commands_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 of two, their spare node, and one of a job with a number of nodes that changes."""
+    """Node 0 of two, its spare node, and a node of an elastic job."""
     commands = _commands()
     for node, (variables, arguments) in zip((0, 2, 3), commands, strict=True):
         for setting in config.settings():
@@ -121,7 +120,7 @@ def test_the_commands_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
-    """As the page makes them; one node listens, the other connects, both with a certificate of the signer."""
+    """Made as on the page; one node listens, the other connects."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl program to make certificates with")
     (commands,) = [block for block in _blocks(SEVERAL_NODES, "bash") if block.startswith("openssl")]
@@ -129,11 +128,11 @@ def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
 
     def of(node: int) -> Tls:
         files = {"CERT": f"node{node}.pem", "KEY": f"node{node}.key", "CA": "signer.pem"}
-        made = credentials.load(
+        loaded = credentials.load(
             config.load({f"TTP_TLS_{end}": str(tmp_path / name) for end, name in files.items()})
         )
-        assert made is not None
-        return made
+        assert loaded is not None
+        return loaded
 
     async def meet() -> None:
         came: list[AgentHello] = []
@@ -164,21 +163,20 @@ def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
 
 
 def pages_of_the_site() -> set[str]:
-    """Return the pages that `make docs` copies: the tracked ones, without tests and raw results."""
+    """Return the pages that `make docs` copies: tracked pages without tests and raw results."""
     command = ["git", "ls-files", "*.md", ":!tests", ":!benchmarks/results"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return set(listed.stdout.split())
 
 
 def test_each_page_has_a_place_in_the_site() -> None:
-    """After a new page: a line in the `nav` of mkdocs.yml."""
+    """A new page needs a line in the `nav` of mkdocs.yml."""
     places = re.findall(r"^      - (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(places) == len(set(places))
     assert set(places) == pages_of_the_site()
 
 
 def test_a_version_is_the_same_everywhere() -> None:
-    """CONTRIBUTING.md says how a release is made."""
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert adaptor.__version__ == version
     assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [version]
@@ -191,14 +189,19 @@ def test_the_memory_of_usual_layouts() -> None:
     """docs/is_it_for_me.md calculates with the formulas of docs/costs.md."""
     text = (ROOT / "docs/is_it_for_me.md").read_text()
     row = re.compile(r"^\| (\d+)B \| TP(\d+) PP(\d+), d = (\d+) \| ([\d,]+) \| (.*) \|$", re.MULTILINE)
-    found = row.findall(text)
-    assert len(found) >= 6
-    for billions, *sizes, ranks, figures in found:
+    rows = row.findall(text)
+    assert len(rows) >= 6
+    for billions, *sizes, ranks, figures in rows:
         tp, pp, d = map(int, sizes)
-        own = int(billions) / (tp * pp)  # GB of one byte for each parameter of the rank
-        wanted = [6 * own + 12 * own / d, 12 * own / d, 16 * own / d, 24 * own / d]
+        parameter_gb = int(billions) / (tp * pp)  # GB of one byte for each parameter of the rank
+        expected = [
+            6 * parameter_gb + 12 * parameter_gb / d,
+            12 * parameter_gb / d,
+            16 * parameter_gb / d,
+            24 * parameter_gb / d,
+        ]
         assert int(ranks.replace(",", "")) == tp * pp * d
-        assert figures.split(" | ") == [f"{one:.1f}" for one in wanted]
+        assert figures.split(" | ") == [f"{one:.1f}" for one in expected]
     costs = (ROOT / "docs/costs.md").read_text()
     assert all(formula in costs for formula in ("12·N/d", "16·N/d", "24·N/d"))
 

@@ -1,4 +1,4 @@
-"""`ttp doctor`: what it finds on a machine that is not as it should be."""
+"""`ttp doctor`: its findings on a misconfigured machine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TTP_LOG_PATH", str(tmp_path / "logs"))
 
 
-def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+def doctor_findings(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = ttp.main(["doctor", "--json", *arguments])
     return code, {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
 def test_a_node_on_which_a_job_can_be_protected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, findings = found(capsys, "--save", str(tmp_path / "save" / "of" / "job"), "--write-mib", "1")
+    code, findings = doctor_findings(
+        capsys, "--save", str(tmp_path / "save" / "of" / "job"), "--write-mib", "1"
+    )
     assert (code, [finding for finding in findings.values() if finding["level"] == "FAIL"]) == (0, [])
     assert {"software", "kernel", "network", "save", "rename", "lock", "speed"} <= set(findings)
     assert not (tmp_path / "save").exists()
@@ -53,7 +55,7 @@ def test_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "name", "words"),
+    ("variable", "value", "name", "message"),
     [
         ("TTP_HANG", "soon", "settings", "TTP_HANG is 'soon'"),
         ("TTP_HNAG", "5", "settings", "TTP_HNAG is set: there is no such setting"),
@@ -67,33 +69,29 @@ def test_what_a_job_would_be_refused_for(
     variable: str,
     value: str,
     name: str,
-    words: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    code, findings = found(capsys)
+    code, findings = doctor_findings(capsys)
     assert (code, findings[name]["level"]) == (1, "FAIL")
-    assert words in findings[name]["words"]
+    assert message in findings[name]["words"]
 
 
 @pytest.mark.parametrize(("days", "level"), [(100, "OK"), (3, "WARN"), (-1, "FAIL")])
 def test_when_a_certificate_ends(
-    days: int,
-    level: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    days: int, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, path in certificates.Authority(tmp_path / "tls", days=200).settings("n", days).items():
         monkeypatch.setenv(name, path)
-    _, findings = found(capsys)
+    _, findings = doctor_findings(capsys)
     assert findings["certificates"]["level"] == level
 
 
 def test_a_save_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, findings = found(capsys, "--save", str(tmp_path / "file"))
+    code, findings = doctor_findings(capsys, "--save", str(tmp_path / "file"))
     assert (code, findings["save"]["level"]) == (1, "FAIL")
 
 
@@ -101,28 +99,28 @@ def test_few_descriptors_are_said(tmp_path: Path) -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
 
-    words = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "adaptor.launchers.cli.ttp", "doctor"],
         preexec_fn=few,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert "WARN descriptors  256 for each process: ulimit -n 4096 (the hard limit is 1024)" in words
+    assert "WARN descriptors  256 for each process: ulimit -n 4096 (the hard limit is 1024)" in output
 
 
 @pytest.mark.parametrize("amount", ["0", "-1", "much", str(1 << 21)])
 def test_an_amount_that_is_none(amount: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         ttp.main(["doctor", "--write-mib", amount])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert "it must be a number of MiB" in capsys.readouterr().err
 
 
 def compared(rate: float, pause_s: float, save: Save | None, room: int = 1 << 50) -> dict[str, Any]:
-    """Return what is found of a save folder; TTP_GRACE is 25 s, TTP_OT 120 s."""
-    found = doctor_job.times(Speed(rate, pause_s), save, room, config.load({}))
-    return {one.name: one for one in found}
+    """Return the findings for a save folder; TTP_GRACE is 25 s, TTP_OT 120 s."""
+    findings = doctor_job.times(Speed(rate, pause_s), save, room, config.load({}))
+    return {finding.name: finding for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -135,11 +133,11 @@ def compared(rate: float, pause_s: float, save: Save | None, room: int = 1 << 50
     ],
 )
 def test_the_time_of_a_save_when_the_job_is_told_to_end(rate: float, level: str, remedy: str) -> None:
-    """100 GB by two nodes are 50 GB here."""
-    found = compared(rate, 0.1, Save(100e9, 2, "by the arguments of the script"))["TTP_GRACE"]
-    assert (found.level, found.remedy.partition(" (")[0]) == (level, remedy)
-    assert "50.0 GB of a save in " in found.words
-    assert "(1 of 2 nodes, by the arguments of the script)" in found.words
+    """100 GB from two nodes are 50 GB per node."""
+    finding = compared(rate, 0.1, Save(100e9, 2, "by the arguments of the script"))["TTP_GRACE"]
+    assert (finding.level, finding.remedy.partition(" (")[0]) == (level, remedy)
+    assert "50.0 GB of a save in " in finding.words
+    assert "(1 of 2 nodes, by the arguments of the script)" in finding.words
 
 
 @pytest.mark.parametrize(
@@ -152,22 +150,22 @@ def test_the_time_of_a_save_when_the_job_is_told_to_end(rate: float, level: str,
     ],
 )
 def test_the_time_of_a_save_without_progress(pause_s: float, level: str, remedy: str) -> None:
-    """A save that takes longer than TTP_OT is none the worse for it."""
-    found = compared(1e8, pause_s, Save(100e9, 1, ""))["TTP_OT"]
-    assert (found.level, found.remedy.partition(":")[0]) == (level, remedy)
-    assert "this node's part of a save takes 17 min" in found.words
+    """A save longer than TTP_OT is fine while it makes progress."""
+    finding = compared(1e8, pause_s, Save(100e9, 1, ""))["TTP_OT"]
+    assert (finding.level, finding.remedy.partition(":")[0]) == (level, remedy)
+    assert "this node's part of a save takes 17 min" in finding.words
 
 
 def test_how_much_can_be_written_where_nobody_knows_the_size_of_a_save() -> None:
-    found = compared(1e9, 0.1, None)
-    assert found["TTP_GRACE"].words == "25.0 GB can be written in it (25 s)"
-    assert "120.0 GB could be written in them" in found["TTP_OT"].words
-    assert {one.level for one in found.values()} == {"OK"}
+    findings = compared(1e9, 0.1, None)
+    assert findings["TTP_GRACE"].words == "25.0 GB can be written in it (25 s)"
+    assert "120.0 GB could be written in them" in findings["TTP_OT"].words
+    assert {finding.level for finding in findings.values()} == {"OK"}
 
 
 def test_a_folder_without_room_for_a_save() -> None:
-    found = compared(1e9, 0.1, Save(2e9, 4, "by the arguments of the script"), room=10**9)["room"]
-    assert (found.level, found.words) == (
+    finding = compared(1e9, 0.1, Save(2e9, 4, "by the arguments of the script"), room=10**9)["room"]
+    assert (finding.level, finding.words) == (
         "FAIL",
         "a save has 2.0 GB (by the arguments of the script), and 1.0 GB are free there",
     )
@@ -181,7 +179,7 @@ def test_the_newest_checkpoint_tells_how_large_a_save_is(
     manifest = Manifest.now(40, [FileEntry("a", 3 * 10**15, None), FileEntry("b", 10**15, None)], {}, 16)
     (folder / naming.MANIFEST).write_bytes(manifest.encode())
     (tmp_path / naming.TRACKER).write_text("40")
-    code, findings = found(capsys, "--save", str(tmp_path), "--write-mib", "1", "--nnodes", "8")
+    code, findings = doctor_findings(capsys, "--save", str(tmp_path), "--write-mib", "1", "--nnodes", "8")
     assert (code, findings["room"]["level"], findings["TTP_GRACE"]["level"]) == (1, "FAIL", "FAIL")
     assert "500000.0 GB of a save" in findings["TTP_GRACE"]["words"]
     assert "(1 of 8 nodes, as large as that of step 40)" in findings["TTP_GRACE"]["words"]
@@ -191,59 +189,62 @@ def replica(kind: str, memory: float, *, chosen: bool = False) -> Replicas:
     return Replicas(kind, chosen, memory, 1e3, memory, 0.0, f"what {kind} does")
 
 
-def needed(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
-    """Return what is found of the memory for a rank that takes `split` bytes more."""
+def memory_findings(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
+    """Return the memory findings for a rank that needs `split` bytes more."""
     rows = [replica("split", split, chosen=True), replica("mirror", split / 1e9), replica("none", 0.0)]
     of_job = ProtectionPlan(
         8, 2, 1e6, training, tuple(rows), 1e6, 1e6, makes_copies="TTP_HOST_COPY" in settings
     )
-    found = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
-    return {one.name: one for one in found}
+    findings = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
+    return {finding.name: finding for finding in findings}
 
 
 def test_memory_for_the_replica() -> None:
-    found = needed(2e6)
-    assert set(found) == {"replica"}
-    assert (found["replica"].level, found["replica"].remedy) == ("OK", "")
-    assert "split takes 2.0 MB more on a rank, 3.0 MB with weights" in found["replica"].words
-    assert found["replica"].words.endswith("of 4 ranks; activations come on top")
+    finding = memory_findings(2e6)
+    assert set(finding) == {"replica"}
+    assert (finding["replica"].level, finding["replica"].remedy) == ("OK", "")
+    assert "split takes 2.0 MB more on a rank, 3.0 MB with weights" in finding["replica"].words
+    assert finding["replica"].words.endswith("of 4 ranks; activations come on top")
 
 
 def test_too_little_memory_for_the_replica() -> None:
-    found = needed(1e15)["replica"]
-    assert (found.level, found.remedy) == (
+    finding = memory_findings(1e15)["replica"]
+    assert (finding.level, finding.remedy) == (
         "FAIL",
         "TTP_REPLICA=mirror takes 1.0 MB more, and survives what mirror does",
     )
-    found = needed(1e15, training=1e15)["replica"]
-    assert (found.level, found.remedy) == (
+    finding = memory_findings(1e15, training=1e15)["replica"]
+    assert (finding.level, finding.remedy) == (
         "FAIL",
         "spread the job over more ranks: no kind of replica fits",
     )
 
 
 def test_the_device_with_the_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own functions are replaced: two devices, as no test has one."""
+    """torch's functions are replaced to show two devices."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda at: ((3 - at) * 10**9, 80 * 10**9))
-    found = needed(1e9, training=1.5e9, TTP_DEVICE="")["replica"]
-    assert (found.level, found.remedy) == (
+    finding = memory_findings(1e9, training=1.5e9, TTP_DEVICE="")["replica"]
+    assert (finding.level, finding.remedy) == (
         "FAIL",
         "TTP_REPLICA=mirror takes 1 bytes more, and survives what mirror does",
     )
-    assert found.words.endswith("2.5 GB with weights, gradients and optimizer; 2.0 GB are free on cuda:1")
-    assert needed(1e8, training=1.5e9, TTP_DEVICE="")["replica"].level == "OK"
+    assert finding.words.endswith("2.5 GB with weights, gradients and optimizer; 2.0 GB are free on cuda:1")
+    assert memory_findings(1e8, training=1.5e9, TTP_DEVICE="")["replica"].level == "OK"
 
 
 def test_too_little_memory_for_host_copies() -> None:
-    found = needed(1e15, TTP_HOST_COPY="10")["host copies"]
-    assert (found.level, found.remedy) == ("FAIL", "leave TTP_HOST_COPY out, or give the node more memory")
-    assert found.words.startswith("the copies of this node take 8000000.0 GB")
-    found = needed(1e15, TTP_HOST_COPY="auto")["host copies"]
-    assert found.level == "WARN"
-    assert found.words.startswith("the copies of this node would take 8000000.0 GB, and ")
-    assert found.words.endswith(" are free: none are made")
+    finding = memory_findings(1e15, TTP_HOST_COPY="10")["host copies"]
+    assert (finding.level, finding.remedy) == (
+        "FAIL",
+        "leave TTP_HOST_COPY out, or give the node more memory",
+    )
+    assert finding.words.startswith("the copies of this node take 8000000.0 GB")
+    finding = memory_findings(1e15, TTP_HOST_COPY="auto")["host copies"]
+    assert finding.level == "WARN"
+    assert finding.words.startswith("the copies of this node would take 8000000.0 GB, and ")
+    assert finding.words.endswith(" are free: none are made")
 
 
 @pytest.mark.parametrize(

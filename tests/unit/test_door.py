@@ -28,7 +28,7 @@ def test_1_a_closed_door_lets_one_step_pass() -> None:
         door.let_through(6)
 
 
-def test_1_who_comes_after_the_permission_passes() -> None:
+def test_1_a_thread_that_comes_after_the_permission_passes() -> None:
     door = Door()
     door.close(LONG_S)
     door.let_through(5)
@@ -44,7 +44,7 @@ def test_1_the_publishing_of_a_regular_save_waits_too() -> None:
         door.let_through(5)
         wait_for_waiter(changed)
         assert main.running
-        door.let_through(PUBLISH)  # nobody does so: only to end the thread
+        door.let_through(PUBLISH)  # only to end the thread
 
 
 def test_1_the_main_thread_may_shut_the_door_itself() -> None:
@@ -90,16 +90,16 @@ def test_2_closing_twice_is_closing_once() -> None:
 
 
 def test_3_an_open_window_holds_nothing() -> None:
-    """While the main thread is inside, others ask, close and let through without waiting for it."""
+    """While the main thread is inside, other threads query, close and let through without waiting."""
     door = Door()
     door.enter(5)
 
-    def others() -> None:
+    def other_threads() -> None:
         assert not door.closed
         assert door.close(0.0) is False
         door.let_through(6)
 
-    with Thread(others):
+    with Thread(other_threads):
         pass
     door.leave()
 
@@ -107,18 +107,18 @@ def test_3_an_open_window_holds_nothing() -> None:
 def test_waiting_until_a_window_has_ended() -> None:
     door = Door()
     changed = watched(door)
-    done = []
+    ended_flags = []
     door.enter(5)
-    with Thread(door.wait_until, lambda: bool(done), LONG_S) as processor:
+    with Thread(door.wait_until, lambda: bool(ended_flags), LONG_S) as processor:
         wait_for_waiter(changed)
-        done.append(True)
+        ended_flags.append(True)
         door.leave()
         assert processor.result() is True
     assert door.wait_until(lambda: False, 0.0) is False
 
 
 class Training:
-    """A main thread that takes step after step, until `last`."""
+    """A main thread that takes steps until `last`."""
 
     def __init__(self) -> None:
         self.door = Door()
@@ -137,13 +137,13 @@ class Training:
 
 @pytest.mark.usefixtures("restless")
 def test_no_window_opens_behind_a_closed_door_in_any_race() -> None:
-    """The processor closes at some moment of the training, and lets a few steps through."""
+    """The processor closes the door at some moment of training, and lets a few steps through."""
     draw = random.Random(7)
     for _ in range(200):
         job = Training()
         with Thread(job.run):
             last, pause = draw.randint(1, 50), draw.randint(0, 100)
-            # A wait that sleeps would always begin at the same places of the race.
+            # A sleep would always start at the same points of the race.
             while job.taken < last:
                 os.sched_yield()
             for _ in range(pause):

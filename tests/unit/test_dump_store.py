@@ -1,4 +1,4 @@
-"""The store over which the survivors find each other, with torch's gloo, strangers and another user."""
+"""The survivors' rendezvous store, with torch's gloo, strangers and another user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.unit.threads import LONG_S
 __all__ = ["job"]
 
 ADDRESSES = pytest.mark.parametrize("address", ["127.0.0.1", ""], ids=["one machine", "several"])
-HALF = bytes.fromhex("00000000" + "00c00000" + "00" * 7)  # 15 bytes that announce 3 GiB
+HALF = bytes.fromhex("00000000" + "00c00000" + "00" * 7)  # 15 bytes of a message of 3 GiB
 HOLD = """
 connection = socket.socket(socket.AF_UNIX)
 connection.connect("\\0" + sys.argv[1])
@@ -49,8 +49,8 @@ sys.stdin.read()
 """
 
 
-class Served:
-    """A store that answers, in an event loop of its own."""
+class ServedStore:
+    """A store that answers in its own event loop."""
 
     def __init__(self, store: DumpStoreServer) -> None:
         self.store = store
@@ -62,21 +62,21 @@ class Served:
 
 
 @contextmanager
-def served(address: str, more: int = 0) -> Iterator[Served]:
+def served(address: str, extra: int = 0) -> Iterator[ServedStore]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    def here(act: Callable[[], Any]) -> Any:
+    def in_loop(act: Callable[[], Any]) -> Any:
         async def call() -> Any:
             return act()
 
         return asyncio.run_coroutine_threadsafe(call(), loop).result(LONG_S)
 
-    store = here(lambda: DumpStoreServer(address, more))
-    here(store.start)
+    store = in_loop(lambda: DumpStoreServer(address, extra))
+    in_loop(store.start)
     try:
-        yield Served(store)
+        yield ServedStore(store)
     finally:
         asyncio.run_coroutine_threadsafe(store.close(), loop).result(LONG_S)
         loop.call_soon_threadsafe(loop.stop)
@@ -85,7 +85,7 @@ def served(address: str, more: int = 0) -> Iterator[Served]:
 
 
 @ADDRESSES
-def test_gloo_meets_over_it(address: str) -> None:
+def test_gloo_meets_over_the_store(address: str) -> None:
     def take_part(rank: int) -> float:
         store = opened.client()
         try:
@@ -103,45 +103,44 @@ def test_gloo_meets_over_it(address: str) -> None:
 
 
 @ADDRESSES
-def test_values_are_waited_for(address: str) -> None:
+def test_values_are_awaited(address: str) -> None:
     with served(address) as opened, ThreadPoolExecutor(1) as pool:
-        one, other = opened.client(), opened.client()
-        found = pool.submit(one.get, "g/late")
-        other.set("g/early", b"1")
-        other.set("g/late", b"\x00\xff")
-        assert found.result(LONG_S) == b"\x00\xff"
-        assert one.get("g/early") == b"1"
+        reader, writer = opened.client(), opened.client()
+        pending = pool.submit(reader.get, "g/late")
+        writer.set("g/early", b"1")
+        writer.set("g/late", b"\x00\xff")
+        assert pending.result(LONG_S) == b"\x00\xff"
+        assert reader.get("g/early") == b"1"
         with pytest.raises(TimeoutError, match=r"a rank has not come to the store \(never is not there\)"):
-            one.wait(["g/never"], timedelta(seconds=0.05))
-        one.close()
-        other.close()
+            reader.wait(["g/never"], timedelta(seconds=0.05))
+        reader.close()
+        writer.close()
 
 
 @ADDRESSES
-def test_a_store_that_rests_is_reached_again_by_several_threads(address: str) -> None:
-    """As by NCCL, which makes a communicator at the first collective of a group, in any thread."""
+def test_several_threads_reconnect_to_an_idle_store(address: str) -> None:
+    """NCCL makes a communicator at a group's first collective, in any thread."""
     with served(address) as opened, ThreadPoolExecutor(2) as pool:
-        one, other = opened.client(), opened.client()
-        one.set("g/early", b"1")
-        for store in (one, other):
+        first, second = opened.client(), opened.client()
+        first.set("g/early", b"1")
+        for store in (first, second):
             store.rest(LONG_S)
-        late = pool.submit(other.get, "g/late")
-        assert other.get("g/early") == b"1"
-        one.set("g/late", b"2")
+        late = pool.submit(second.get, "g/late")
+        assert second.get("g/early") == b"1"
+        first.set("g/late", b"2")
         assert late.result(LONG_S) == b"2"
-        assert other.check(["g/early", "g/late"])
-        assert not other.check(["g/never"])
+        assert second.check(["g/early", "g/late"])
+        assert not second.check(["g/never"])
 
 
 @ADDRESSES
 def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
-    """As its main thread, when there is another incident: it stands still in a wait, and raises what torch's
-    own store would raise."""
-    main, told = threading.get_ident(), list[Standing | None]()
+    """A main thread waiting there at another incident raises what torch's own store would raise."""
+    main, standings = threading.get_ident(), list[Standing | None]()
 
     def wake() -> None:
         waiting.until(lambda: "_ask" in _calls_of(main), "the main thread waits")
-        told.append(stacks.awaited())
+        standings.append(stacks.awaited())
         store.abandon()
 
     with served(address) as opened:
@@ -155,37 +154,37 @@ def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
         assert may_be_an_echo(raised.value)
         with pytest.raises(DistStoreError, match="the meeting of the ranks is over"):
             store.get("g/never")
-        assert told[0] is not None
-        assert told[0].where.startswith("test_whoever_waits_at_a_store_that_rests_can_be_woken")
+        assert standings[0] is not None
+        assert standings[0].where.startswith("test_whoever_waits_at_a_store_that_rests_can_be_woken")
 
 
 def _calls_of(thread: int) -> list[str]:
-    frame, found = stacks.frame_of(thread), list[str]()
+    frame, calls = stacks.frame_of(thread), list[str]()
     while frame is not None:
-        found.append(frame.f_code.co_name)
+        calls.append(frame.f_code.co_name)
         frame = frame.f_back
-    return found
+    return calls
 
 
 def test_many_large_values() -> None:
-    """More than one answer takes: gloo's addresses for some hundreds of ranks."""
+    """More than one answer holds: gloo's addresses of some hundreds of ranks."""
     with served("127.0.0.1") as opened:
-        one, other = opened.client(), opened.client()
+        reader, writer = opened.client(), opened.client()
         for rank in range(300):
-            other.set(f"g/{rank}", bytes([rank % 256]) * 20_000)
-        assert all(one.get(f"g/{rank}") == bytes([rank % 256]) * 20_000 for rank in range(300))
-        one.close()
-        other.close()
+            writer.set(f"g/{rank}", bytes([rank % 256]) * 20_000)
+        assert all(reader.get(f"g/{rank}") == bytes([rank % 256]) * 20_000 for rank in range(300))
+        reader.close()
+        writer.close()
 
 
 @ADDRESSES
-def test_who_does_not_know_the_secret(address: str) -> None:
+def test_a_client_without_the_secret_is_refused(address: str) -> None:
     with served(address) as opened, pytest.raises((EOFError, OSError)):
         opened.client(timeout_s=1.0, secret=bytes(32)).get("g/1")
 
 
-def test_who_is_turned_out_comes_again() -> None:
-    """As when more ranks connect at once than may be unproved at a time."""
+def test_a_client_turned_away_tries_again() -> None:
+    """More ranks may connect at once than unproved connections are allowed."""
     secret, came, proved = secrets.token_bytes(32), [], threading.Event()
 
     async def serve() -> None:
@@ -209,34 +208,31 @@ def test_who_is_turned_out_comes_again() -> None:
     assert len(came) == 3
 
 
-def test_whoever_has_proved_itself_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo asks name servers in between, which may take longer than a proof may."""
-    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", 4.0)  # in which the two below have to come
+def test_a_proved_client_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo resolves names in between, which may take longer than the time for a proof."""
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", 4.0)  # the time for the two clients below
     with served("") as opened:
-        one, other = opened.client(), opened.client()
+        first, second = opened.client(), opened.client()
         with socket.create_connection(("127.0.0.1", opened.place.port), LONG_S) as stranger:
             while stranger.recv(64):
-                pass  # shut: its time is over, and so would theirs be, who came before it
-        other.set("g/1", b"here")
-        assert one.get("g/1") == b"here"
-        one.close()
-        other.close()
+                pass  # shut: its time is over, so the time of the earlier clients would be over, too
+        second.set("g/1", b"here")
+        assert first.get("g/1") == b"here"
+        first.close()
+        second.close()
 
 
 @pytest.mark.robustness(
-    "B2",
-    "another user holds half a message at the store, a rank is killed",
-    "saved as ever",
+    "B2", "another user holds half a message at the store, a rank is killed", "saved as ever"
 )
 @pytest.mark.parametrize("job", [2], indirect=True)
-def test_half_a_message_of_another_user(job: Job) -> None:
-    """And the other half never comes."""
+def test_half_a_message_of_another_user_takes_no_memory(job: Job) -> None:
     job.begin(4)
     store = controller_host_of(job.nodes[0]).store
     with other_user(HOLD, store.host, HALF.hex()) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        before = resident_mib()
+        memory_before = resident_mib()
         job.train("step")
         job.workers[0].process.kill()
         verdict = job.verdict()
@@ -244,33 +240,31 @@ def test_half_a_message_of_another_user(job: Job) -> None:
         job.end()
         job.close()
         job.nodes = []
-        assert resident_mib() - before < 200
+        assert resident_mib() - memory_before < 200
 
 
 @pytest.mark.robustness(
-    "B2",
-    "hundreds of clients send half a message to the store on a network",
-    "workers come in",
+    "B2", "hundreds of clients send half a message to the store on a network", "workers come in"
 )
-def test_half_messages_over_a_network() -> None:
+def test_half_messages_over_a_network_take_no_memory() -> None:
     with served("") as opened:
-        held = []
+        strangers = []
         for _ in range(300):
             stranger = socket.create_connection(("127.0.0.1", opened.place.port), LONG_S)
             stranger.sendall(HALF)
-            held.append(stranger)
-        before = resident_mib()
-        one, other = opened.client(), opened.client()
-        other.set("g/1", b"here")
-        assert one.get("g/1") == b"here"
-        assert resident_mib() - before < 200
-        for each in (one, other, *held):
-            each.close()
+            strangers.append(stranger)
+        memory_before = resident_mib()
+        first, second = opened.client(), opened.client()
+        second.set("g/1", b"here")
+        assert first.get("g/1") == b"here"
+        assert resident_mib() - memory_before < 200
+        for connection in (first, second, *strangers):
+            connection.close()
 
 
 @contextmanager
 def descriptors(limit: int | None) -> Iterator[None]:
-    """This process may open so many; None: as ever."""
+    """Limit the descriptors of this process; None: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit or soft, hard))
     try:
@@ -285,10 +279,12 @@ def descriptors(limit: int | None) -> Iterator[None]:
     "all ranks can still connect at once; a new client displaces the oldest without a proof, no other",
 )
 @pytest.mark.parametrize(
-    ("limit", "ranks", "most"), [(None, 3, 5), (256 * 4, 500, 256)], ids=["ranks", "descriptors"]
+    ("limit", "ranks", "limit_of_strangers"),
+    [(None, 3, 5), (256 * 4, 500, 256)],
+    ids=["ranks", "descriptors"],
 )
-def test_how_many_may_be_there_without_a_proof(
-    limit: int | None, ranks: int, most: int, monkeypatch: pytest.MonkeyPatch
+def test_the_limit_of_unproved_connections(
+    limit: int | None, ranks: int, limit_of_strangers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MOST and one for each rank, or a quarter of the descriptors."""
     monkeypatch.setattr(agent_connections, "MOST", 2)
@@ -300,24 +296,24 @@ def test_how_many_may_be_there_without_a_proof(
         proved.set("g/1", b"here")
         assert proved.get("g/1") == b"here"
         strangers = []
-        for _ in range(most):
+        for _ in range(limit_of_strangers):
             one = socket.create_connection(("127.0.0.1", opened.place.port), LONG_S)
             stack.callback(one.close)
             assert one.recv(64), "it is asked for its proof, so it is in"
             strangers.append(one)
-        assert [is_shut(stranger) for stranger in strangers] == [False] * most
+        assert [is_shut(stranger) for stranger in strangers] == [False] * limit_of_strangers
         late = opened.client()
         assert late.get("g/1") == b"here"
         assert strangers[0].recv(64) == b"", "the oldest goes for the next"
-        assert [is_shut(stranger) for stranger in strangers[1:]] == [False] * (most - 1)
+        assert [is_shut(stranger) for stranger in strangers[1:]] == [False] * (limit_of_strangers - 1)
         proved.set("g/2", b"still")
         assert late.get("g/2") == b"still"
-        for each in (proved, late):
-            each.close()
+        for connection in (proved, late):
+            connection.close()
 
 
 def is_shut(connection: socket.socket) -> bool:
-    """Whether the other side has ended it; nothing else comes."""
+    """Return whether the other side has closed the connection without data."""
     return bool(select.select((connection,), (), (), 0)[0]) and connection.recv(64) == b""
 
 

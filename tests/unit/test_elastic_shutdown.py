@@ -1,4 +1,4 @@
-"""The end of the workers by torch's agent, while the control thread takes the status of dead workers."""
+"""torch's agent ends the workers while the control thread reaps dead workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_worker_whose_status_is_taken_before_the_signal(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
-    """torch looks whether a worker lives, and then signals its process group, which may be gone meanwhile."""
+    """torch checks that a worker lives, then signals its process group, which may be gone by then."""
     calls: list[Any] = []
 
     def shutdown(agent: SurvivorsAgent, *args: Any) -> None:

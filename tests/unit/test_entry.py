@@ -29,7 +29,7 @@ entry.main()
 
 
 def test_the_end_of_the_program() -> None:
-    """Destroying torch's modules took ten seconds on a busy machine, after the last line."""
+    """The destruction of torch's modules took ten seconds on a busy machine, after the last line."""
     completed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (completed.returncode, completed.stderr) == (7, "")
     assert completed.stdout.splitlines() == ["thread ended", "exit function"]

@@ -1,4 +1,4 @@
-"""The examples say what ttprun understands, and the Kubernetes manifest is consistent in itself."""
+"""The examples use valid options of ttprun, and the Kubernetes manifest is consistent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faults import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "megatron_lm"
 GIVEN = {"MEGATRON": "here", "DATA": "/data/corpus", "TOKENIZER": "/data/tokenizer.json", "SAVE": "/save"}
-# What Kubeflow Trainer puts into the environment of a pod of the example.
+# The variables that Kubeflow Trainer sets in a pod of the example.
 PODS = {
     "PET_NNODES": "4",
     "PET_NPROC_PER_NODE": "8",
@@ -39,16 +39,18 @@ def _program(folder: Path, name: str, source: str) -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Any:
-    """Runs an example where ttprun writes down what it is given, and Slurm is its two commands."""
+    """Run an example with a ttprun that records its arguments, and two commands as Slurm."""
     (tmp_path / "here").mkdir()
-    seen = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
-    _program(tmp_path, "ttprun", f"#!{sys.executable}\n{seen}\n")
-    # So many that they do not fit into a pipe.
+    recorder = (
+        "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
+    )
+    _program(tmp_path, "ttprun", f"#!{sys.executable}\n{recorder}\n")
+    # More than a pipe holds.
     _program(tmp_path, "scontrol", "#!/bin/sh\nexec seq --format=node%06.0f 1 20000\n")
     _program(tmp_path, "srun", '#!/bin/sh\nshift\nexec "$@"\n')
 
-    def run(example: str, **more: str) -> tuple[list[str], dict[str, str]]:
-        environ = {**GIVEN, "SEEN": str(tmp_path / "seen"), **more}
+    def run(example: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+        environ = {**GIVEN, "SEEN": str(tmp_path / "seen"), **variables}
         environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(["bash", EXAMPLES / example], env=environ, cwd=tmp_path, check=True)
         arguments, environment = json.loads((tmp_path / "seen").read_text())
@@ -60,7 +62,7 @@ def shell(tmp_path: Path) -> Any:
 def _parsed(
     arguments: list[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[argparse.Namespace, config.Config]:
-    """What ttprun makes of it; our flags go into the environment that `monkeypatch` brings back."""
+    """Return ttprun's parsed arguments and settings; `monkeypatch` restores the environment."""
     for name in [*(setting.variable for setting in config.settings()), *PODS]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -71,10 +73,10 @@ def _parsed(
 
 
 def test_a_boot_file_becomes_ttprun(tmp_path: Path) -> None:
-    """The arguments of the boot file reach the training script in each process."""
+    """The boot file's arguments reach the training script in each process."""
     shutil.copy(EXAMPLES / "boot.py", tmp_path)
-    seen = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])"
-    (tmp_path / "pretrain_gpt.py").write_text(seen)
+    recorder = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])"
+    (tmp_path / "pretrain_gpt.py").write_text(recorder)
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("TTP", "ENABLE_TTP"))}
     environ |= {"PET_NPROC_PER_NODE": "2", "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
     command = [sys.executable, str(tmp_path / "boot.py"), "--lr=1e-3"]
@@ -104,7 +106,7 @@ def test_several_nodes(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_user_trusts_the_network(
     chosen: dict[str, str], tls: str, shell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without certificates and without TTP_TLS ttprun refuses to start; no example decides that."""
+    """Without certificates and TTP_TLS ttprun refuses to start; no example overrides that."""
     _, settings = _parsed(*shell("several_nodes.sh", **SEVERAL, **chosen), monkeypatch)
     assert (settings.tls, settings.tls_cert) == (tls, "")
 
@@ -145,7 +147,7 @@ def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _pod(runtime: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The Job of the nodes, the pod in it, its container."""
+    """Return the Job of the nodes, its pod and its container."""
     (node,) = runtime["template"]["spec"]["replicatedJobs"]
     labels = node["template"]["metadata"]["labels"]
     assert labels["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
@@ -162,8 +164,10 @@ def test_kubernetes_starts_what_ttprun_understands(
     environ = PODS | {entry["name"]: entry["value"] for entry in trainer["env"]}
     assert trainer["command"] == ["ttprun"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
-    words = [re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], word) for word in trainer["args"]]
-    parsed, settings = _parsed(words, environ, monkeypatch)
+    pod_arguments = [
+        re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], word) for word in trainer["args"]
+    ]
+    parsed, settings = _parsed(pod_arguments, environ, monkeypatch)
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend) == ("4", "8", "c10d")
     assert parsed.rdzv_endpoint == "gpt-node-0-0.gpt:29400"
     assert parsed.training_script == "pretrain_gpt.py"
@@ -172,7 +176,6 @@ def test_kubernetes_starts_what_ttprun_understands(
 
 
 def test_kubernetes_sets_nothing_that_trainer_sets(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """It refuses a job with one of these."""
     assert not set(PODS) & {entry["name"] for entry in manifest[1]["trainer"]["env"]}
 
 

@@ -1,4 +1,4 @@
-"""examples/modellink/ttprun_llama.sh says what ttprun and ModelLink understand."""
+"""examples/modellink/ttprun_llama.sh uses valid options of ttprun and ModelLink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptor.launchers.cli import flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "modellink" / "ttprun_llama.sh"
-# Every option of ModelLink's parser at af1347, and how many values it takes: recorded from `parse_args`.
+# Every option of ModelLink's parser at af1347 with its number of values, recorded from `parse_args`.
 OPTIONS = ROOT / "tests" / "frameworks" / "modellink_options.json"
 GIVEN = {
     "MODELLINK": "here",
@@ -30,16 +30,18 @@ Shell = Callable[..., tuple[list[str], dict[str, str]]]
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """Runs the script where ttprun writes down what it is given."""
+    """Run the script with a ttprun that records its arguments."""
     (tmp_path / "here").mkdir()
     ttprun = tmp_path / "ttprun"
-    seen = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
-    ttprun.write_text(f"#!{sys.executable}\n{seen}\n")
+    recorder = (
+        "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
+    )
+    ttprun.write_text(f"#!{sys.executable}\n{recorder}\n")
     ttprun.chmod(0o755)
 
-    def run(**more: str) -> tuple[list[str], dict[str, str]]:
+    def run(**variables: str) -> tuple[list[str], dict[str, str]]:
         settings = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
-        environ = {**settings, **GIVEN, "SEEN": str(tmp_path / "seen"), **more}
+        environ = {**settings, **GIVEN, "SEEN": str(tmp_path / "seen"), **variables}
         environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         completed = subprocess.run(
             ["bash", SCRIPT], env=environ, cwd=tmp_path, capture_output=True, check=False
@@ -52,11 +54,11 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def _parsed(
-    given: tuple[list[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    recorded: tuple[list[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[argparse.Namespace, argparse.Namespace, config.Config]:
-    """What ttprun makes of it, what ModelLink makes of the rest, and the settings."""
-    arguments, environ = given
-    for setting in config.settings():  # our flags go into the environment: monkeypatch brings it back
+    """Return ttprun's parsed arguments, ModelLink's parsed arguments, and the settings."""
+    arguments, environ = recorded
+    for setting in config.settings():  # the flags set variables, which monkeypatch restores
         monkeypatch.setenv(setting.variable, environ.get(setting.variable, setting.default))
     launched = flags.parse(arguments)
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -94,10 +96,10 @@ def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest
         "ATLAS_800T_A2": "1",
         "LOAD": "/weights",
     }
-    given = shell(**chosen)
-    launched, training, settings = _parsed(given, monkeypatch)
+    recorded = shell(**chosen)
+    launched, training, settings = _parsed(recorded, monkeypatch)
     assert (launched.nproc_per_node, launched.nnodes, launched.node_rank) == ("7", "2", 1)
-    assert (launched.master_addr, given[1]["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "enp189s0f0")
+    assert (launched.master_addr, recorded[1]["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "enp189s0f0")
     assert settings.timeout_s == 120
     assert training.local_copy_os
     assert training.use_flash_attn
@@ -106,10 +108,10 @@ def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest
 
 
 def test_started_again_it_goes_on(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it began from: optimizer and random states are loaded, too."""
+    """From whatever it began: optimizer and random states are loaded, too."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    given = shell(SAVE=str(tmp_path), LOAD="/weights")
-    _, training, _ = _parsed(given, monkeypatch)
+    recorded = shell(SAVE=str(tmp_path), LOAD="/weights")
+    _, training, _ = _parsed(recorded, monkeypatch)
     assert training.load == training.save == str(tmp_path)
     assert (training.no_load_optim, training.no_load_rng) == (False, False)
 
@@ -136,6 +138,6 @@ def test_the_plain_framework_gets_no_argument_of_ours(shell: Shell, monkeypatch:
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"])
 def test_several_nodes_want_to_know(missing: str, shell: Shell) -> None:
-    given = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "enp189s0f0", missing: ""}
+    recorded = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "enp189s0f0", missing: ""}
     with pytest.raises(AssertionError, match=f" {missing}: "):
-        shell(NNODES="2", **given)
+        shell(NNODES="2", **recorded)

@@ -1,4 +1,4 @@
-"""Regular saves that fail: what the ranks agree on, and when a save is tried again."""
+"""Failed regular saves: the ranks' agreement, and the next attempt."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from tests.waiting import LONG_S
 FOLDER = Path("save/iter_0000004_saving")
 
 
-class Worker(runtime.Runtime):
-    """Rank 0, which is the only one."""
-
+class OnlyRank(runtime.Runtime):
     def __init__(self) -> None:
         self.rank = 0
         self.said: list[Any] = []
@@ -56,8 +54,8 @@ def everyone() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    worker = Worker()
+def worker(monkeypatch: pytest.MonkeyPatch) -> OnlyRank:
+    worker = OnlyRank()
     monkeypatch.setattr(runtime, "get", lambda: worker)
     return worker
 
@@ -85,7 +83,7 @@ def test_the_error_of_the_system_behind_others_is_named(everyone: dist.ProcessGr
 
 
 def test_an_error_without_a_text_is_not_named(everyone: dist.ProcessGroup) -> None:
-    """Megatron-core asks the queue of its writers, which is empty where a writer has ended."""
+    """Megatron-core reads its writers' queue, which is empty after a writer's end."""
     agreement = SaveAgreement(everyone, FOLDER)
     with agreement.noting():
         try:
@@ -95,7 +93,7 @@ def test_an_error_without_a_text_is_not_named(everyone: dist.ProcessGroup) -> No
     assert agreement.error == "RuntimeError: results_queue should not be empty"
 
 
-def test_what_may_follow_from_a_lost_rank_is_no_error_of_the_save(everyone: dist.ProcessGroup) -> None:
+def test_an_effect_of_a_lost_rank_is_no_error_of_the_save(everyone: dist.ProcessGroup) -> None:
     agreement = SaveAgreement(everyone, FOLDER)
     with pytest.raises(RuntimeError), agreement.noting():
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
@@ -103,7 +101,7 @@ def test_what_may_follow_from_a_lost_rank_is_no_error_of_the_save(everyone: dist
 
 
 def test_pauses_grow_until_a_save_succeeds(
-    everyone: dist.ProcessGroup, worker: Worker, capfd: pytest.CaptureFixture[str]
+    everyone: dist.ProcessGroup, worker: OnlyRank, capfd: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
     failed = FailedSaves(context.Context(load({})), clock)
@@ -115,7 +113,7 @@ def test_pauses_grow_until_a_save_succeeds(
         assert not failed.is_due()
         clock.now += 0.1
         assert failed.is_due()
-        assert not failed.is_due()  # an attempt has begun, which may go on in the background
+        assert not failed.is_due()  # an attempt has begun, and may continue in the background
     failed.succeed(6)
     clock.now += 1000.0
     assert not failed.is_due()
@@ -123,7 +121,7 @@ def test_pauses_grow_until_a_save_succeeds(
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_a_training_loop_does_not_end_by_a_save_that_has_failed(exits: bool, worker: Worker) -> None:
+def test_a_training_loop_does_not_end_by_a_save_that_has_failed(exits: bool, worker: OnlyRank) -> None:
     failed = FailedSaves(context.Context(load({})))
 
     def end(step: int) -> None:
@@ -136,7 +134,7 @@ def test_a_training_loop_does_not_end_by_a_save_that_has_failed(exits: bool, wor
     with pytest.raises(CheckpointError, match="step 4 could not be saved: rank 0: No space"):
         end(4)
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
-        end(5)  # the framework saves that step when the loop has ended
+        end(5)  # the framework saves that step after the loop
     failed.succeed(4)
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         end(4)
@@ -147,22 +145,24 @@ def _said(capfd: pytest.CaptureFixture[str]) -> str:
     return "".join(capfd.readouterr())
 
 
-def test_an_unfinished_folder_that_stays_is_named(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_folder_that_stays_is_named(
+    worker: OnlyRank, capfd: pytest.CaptureFixture[str]
+) -> None:
     FailedSaves(context.Context(load({}))).fail(4, "rank 1: Read-only file system", str(FOLDER))
-    said = _said(capfd)
-    assert f"[ttp] step 4 could not be saved: rank 1: Read-only file system; {FOLDER} is unfinished" in said
-    assert "training goes on" in said
+    stderr = _said(capfd)
+    assert f"[ttp] step 4 could not be saved: rank 1: Read-only file system; {FOLDER} is unfinished" in stderr
+    assert "training goes on" in stderr
 
 
 def test_a_save_after_the_training_loop_ends_the_report_of_failures(
-    worker: Worker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    worker: OnlyRank, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failed, saves = context.part(FailedSaves), context.part(RegularSaves)
     failed.forget()
     with failed.in_loop():
         failed.fail(4, "rank 0: No space left on device", "")
         with saves.regular(str(tmp_path), 5, may_fail=True):
-            pass  # in another thread, whose save is none that the ranks have to agree on
+            pass  # a save in another thread needs no agreement of the ranks
     assert worker.said[1:] == []
     with saves.regular(str(tmp_path), 6):
         pass  # of the script itself
@@ -219,7 +219,7 @@ with contextlib.suppress(torch.OutOfMemoryError):
 
 @pytest.mark.parametrize("find", [prepare.megatron_lm, prepare.megatron_core])
 def test_a_rank_whose_writers_have_failed_joins_the_gather(find: Callable[[], Path], tmp_path: Path) -> None:
-    """The framework's own end of a save in `torch_dist`, with what its writers put into the queue."""
+    """With Megatron's own end of a `torch_dist` save and its writers' queue."""
     try:
         framework = find()
     except prepare.NotPreparedError as error:

@@ -1,4 +1,4 @@
-"""Whom an agent obeys, and where it goes when that one is lost."""
+"""The controller that an agent obeys, and the successor after its loss."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ VERDICT = Verdict(
 )
 
 
-def _terms(known: Succession) -> list[int]:
-    found = []
-    while known.go_on():
-        found.append(known.term)
-        if known.is_mine:
+def _terms(succession: Succession) -> list[int]:
+    terms = []
+    while succession.go_on():
+        terms.append(succession.term)
+        if succession.is_mine:
             break
-    return found
+    return terms
 
 
 def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
@@ -61,8 +61,8 @@ def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
     assert succession.is_mine
 
 
-def test_who_does_not_know_all_of_them_goes_nowhere() -> None:
-    """They would go to another controller than those that do."""
+def test_a_node_that_does_not_know_all_standby_nodes_goes_nowhere() -> None:
+    """Otherwise it would go to another controller than the nodes that know all."""
     succession = Succession(2, 9)
     for order in (FIRST, AgentHello(3, (6, 7), ENDPOINT), AgentHello(1, (2, 3), ENDPOINT)):
         assert not succession.knows_standby_endpoints
@@ -72,7 +72,7 @@ def test_who_does_not_know_all_of_them_goes_nowhere() -> None:
     assert _terms(succession) == [1, 2]
 
 
-def test_who_may_have_the_controller_must_know_of_node_0() -> None:
+def test_a_possible_controller_must_know_node_0() -> None:
     succession = Succession(1, 2)
     assert not succession.knows_standby_endpoints
     succession.accept(FIRST)
@@ -94,7 +94,7 @@ def test_a_job_of_one_node_has_no_other_controller() -> None:
 
 
 def test_after_an_online_recovery_the_node_before_stands_by_again() -> None:
-    """A spare node has the place of node 0; node 1 has the controller, and is lost, too."""
+    """A spare has node 0's place; node 1 has the controller, and is lost, too."""
     succession = Succession(2, 3)
     for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT)):
         succession.accept(order)
@@ -111,7 +111,7 @@ def test_after_an_online_recovery_the_node_before_stands_by_again() -> None:
 
 
 def test_the_controller_is_lost_when_a_spare_node_has_the_place_of_node_0() -> None:
-    """Node 0 is not lost any more, although the recovery is not over."""
+    """Node 0's place is filled, although the recovery is not over."""
     succession = Succession(2, 4)
     for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT), AgentHello(3, (6, 7), ENDPOINT)):
         succession.accept(order)
@@ -132,7 +132,7 @@ def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> No
     assert succession.all_again == [ReplayComplete(2)]
 
 
-def test_what_a_new_controller_is_told() -> None:
+def test_the_messages_to_a_new_controller() -> None:
     succession = Succession(2, 3)
     lasting = [HELLO, Hello(4, 1000), Unprotected(4, "no optimizer is known")]
     for message in (*lasting, Progress(2, 7)):
@@ -142,7 +142,7 @@ def test_what_a_new_controller_is_told() -> None:
     assert succession.all_again[-1] == ReplayComplete(2, VERDICT)
 
 
-def test_what_is_obeyed() -> None:
+def test_which_controller_is_obeyed() -> None:
     succession = Succession(2, 3)
     layout = Layout(0, (), "/save", 0, "same")
     assert [succession.accept(order) for order in (FIRST, layout, Welcome())] == [False] * 3
@@ -152,7 +152,7 @@ def test_what_is_obeyed() -> None:
 
 
 def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() -> None:
-    """Rank 4 was replaced, rank 5 had raised and went on; what fails after that is told."""
+    """Rank 4 was replaced, rank 5 raised and continued; later failures are reported."""
     succession = Succession(2, 4)
     first, second = Layout(4, (), "/save", 0, "same"), Layout(4, (), "/save", 0, "same")
     gone = BoardRecord(4, 10)
@@ -170,13 +170,13 @@ def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() ->
     assert succession.verdict is None, "the job goes on"
 
 
-def test_what_was_not_replaced_here_is_told_as_before() -> None:
+def test_unreplaced_ranks_are_reported_again() -> None:
     succession = Succession(2, 4)
-    told = [HELLO, Hello(4, 10), Hello(5, 11), Raised(5, "it failed", 1)]
-    for message in told:
+    messages = [HELLO, Hello(4, 10), Hello(5, 11), Raised(5, "it failed", 1)]
+    for message in messages:
         succession.keep(message)
     succession.accept(Recovered(1, 5, "as it was", replaced=(0,)))
-    assert succession.all_again[:-1] == told
+    assert succession.all_again[:-1] == messages
 
 
 @pytest.mark.robustness(
@@ -186,34 +186,33 @@ def test_what_was_not_replaced_here_is_told_as_before() -> None:
 )
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_the_next_controller_knows_the_hosts(failed: int) -> None:
-    """What the first has passed on is all that is known of the node that is lost: it says nothing again."""
+    """Only the first controller's relay is known of the lost node, which repeats nothing."""
     passed_on, succession = StandbyReplicator(), Succession(1, 3)
     for node in (1, 0, 2):
-        for to, known in passed_on.replicate(AgentHello(node, (node,), host=f"host{node}")):
+        for to, replicated in passed_on.replicate(AgentHello(node, (node,), host=f"host{node}")):
             if to == 1:
-                succession.accept(known)
-    assert [known.host for known in succession.standby_state if isinstance(known, AgentHello)] == [
-        "host0",
-        "host2",
-    ]
+                succession.accept(replicated)
+    assert [
+        replicated.host for replicated in succession.standby_state if isinstance(replicated, AgentHello)
+    ] == ["host0", "host2"]
     for rank in (0, 1, 2):
-        for to, known in passed_on.replicate(Layout(rank, (Share("g", 0, 1),), "/save", 0, "same")):
+        for to, replicated in passed_on.replicate(Layout(rank, (Share("g", 0, 1),), "/save", 0, "same")):
             if to == 1:
-                succession.accept(known)
+                succession.accept(replicated)
     controller = Controller(3, 120.0, ("store", 1, b""), term=1)
     controller.succeed(succession.standby_state, (1, 2), 0.0)
-    said: list[ToController] = []
+    messages: list[ToController] = []
     for node in (1, 2):
-        said += [
+        messages += [
             AgentHello(node, (node,), host=f"host{node}"),
             Hello(node, 1000 + node),
             ReplayComplete(node),
         ]
     if failed == 0:
-        said.append(AgentLost(0))
+        messages.append(AgentLost(0))
     else:
-        said += [Died(failed, -9, 1.0, BoardRecord(failed, 1000 + failed)), AgentLost(0)]
-    for message in said:
+        messages += [Died(failed, -9, 1.0, BoardRecord(failed, 1000 + failed)), AgentLost(0)]
+    for message in messages:
         controller.handle(message, 1.0)
     assert controller.incident is not None
     for rank in {1, 2} - {failed}:
@@ -225,12 +224,12 @@ def test_the_next_controller_knows_the_hosts(failed: int) -> None:
 
 @pytest.mark.parametrize("has_acted", [False, True])
 def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(has_acted: bool) -> None:
-    """What the lost controller had ordered may still be at work on the node of rank 1."""
+    """The lost controller's orders may still run on the node of rank 1."""
     job = Controller(2, 120.0, ("store", 1, b""), term=1, online_s=60.0)
     layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same", False, "") for rank in range(2)]
     job.succeed([*(AgentHello(node, (node,)) for node in range(2)), *layouts], [1], 0.0)
-    said = (AgentHello(1, (1,)), Hello(1, 1001), ReplayComplete(1, None, has_acted))
-    for message in (*said, AgentLost(0)):
+    messages = (AgentHello(1, (1,)), Hello(1, 1001), ReplayComplete(1, None, has_acted))
+    for message in (*messages, AgentLost(0)):
         job.handle(message, 0.0)
     assert job.incident is not None
     orders = job.handle(Frozen(1, job.incident.number, BoardRecord(1, 1001, Phase.RUNNING, 4, 4, 4)), 0.1)
@@ -238,7 +237,7 @@ def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(has_acted: b
 
 
 def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:
-    """Its packets were held up; the new controller has waited long enough. Else it would wait for ever."""
+    """Its packets were delayed; without the verdict it would wait forever."""
     job = Controller(3, 120.0, ("store", 1, b""), term=1)
     layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same") for rank in range(3)]
     job.succeed([*(AgentHello(node, (node,)) for node in range(3)), *layouts], range(1, 3), 0.0)

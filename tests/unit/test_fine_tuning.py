@@ -1,4 +1,4 @@
-"""Which ways of fine-tuning are refused, and what a restart of the others loads."""
+"""The refused kinds of fine-tuning, and the checkpoints loaded by restarts of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.frameworks import fine_tuning, megatron_lm, megatron_restart
 from adaptor.protocol import environment
 
-# What parsers of MindSpeed-LLM give where nothing is asked for; those of Megatron-LM know none of it.
+# Defaults of MindSpeed-LLM's parsers; Megatron-LM's parsers have none of these options.
 SINCE_2_2: dict[str, Any] = {
     "lora_target_modules": [],
     "lora_ckpt_filter": False,
@@ -34,13 +34,13 @@ LORA = {"lora_target_modules": ["linear_qkv"]}
 FILTERED = {**LORA, "lora_ckpt_filter": True, "load": "/base"}
 
 
-def _check(given: dict[str, Any]) -> None:
-    for check in fine_tuning.checks(Namespace(**given)):
+def _check(options: dict[str, Any]) -> None:
+    for check in fine_tuning.checks(Namespace(**options)):
         check()
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         SINCE_2_2,
@@ -57,12 +57,12 @@ def _check(given: dict[str, Any]) -> None:
         {**SINCE_2_2, "lora_ckpt_filter": True},
     ],
 )
-def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
-    _check(given)
+def test_full_fine_tuning_is_protected(options: dict[str, Any]) -> None:
+    _check(options)
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("options", "line"),
     [
         ({**SINCE_2_2, **FILTERED, "load": None}, "--lora-ckpt-filter is given without --load: "),
         (
@@ -103,15 +103,15 @@ def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
+def test_partial_fine_tuning_is_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(UnsupportedError, match=line):
-        _check(given)
+        _check(options)
     with pytest.raises(UnsupportedError, match=line):
-        megatron_lm.require_protected(Namespace(**given))
+        megatron_lm.require_protected(Namespace(**options))
 
 
 @pytest.mark.parametrize(
-    ("given", "folder"),
+    ("options", "folder"),
     [
         ({}, "/base"),
         ({"enable_hf2mg_convert": True}, "/base/megatron_cache_tp2pp4ep1"),
@@ -120,14 +120,14 @@ def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
     ],
 )
 def test_a_restart_of_dpo_has_the_reference_model_of_the_first_start(
-    given: dict[str, Any], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     sizes = {
         f"{part}_model_parallel_size": size for part, size in (("tensor", 2), ("pipeline", 4), ("expert", 1))
     }
     of_dpo = {"stage": "dpo", "ref_model": None, "load": "/base", "save": str(tmp_path), "rank": 0, **sizes}
-    args = Namespace(**{**SINCE_2_2, **of_dpo, **given})
+    args = Namespace(**{**SINCE_2_2, **of_dpo, **options})
     _check(vars(args))
     monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_restart.resume_after_restart(args)
@@ -137,7 +137,7 @@ def test_a_restart_of_dpo_has_the_reference_model_of_the_first_start(
 def test_a_restart_loads_its_own_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of --lora-load would replace them; what is converted was in the first --load."""
+    """--lora-load would replace them; the converted weights were in the first --load."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     monkeypatch.setenv(environment.IS_RESTART, "1")
     args = Namespace(

@@ -1,4 +1,4 @@
-"""What is not finite is found when it is dumped: which shard, and who gave it."""
+"""Numbers that are not finite are found at the dump, with their shard and its holder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("place", [0, 1, 998, 999])
-def test_any_element(dtype: torch.dtype, place: int) -> None:
+def test_any_element_may_be_not_finite(dtype: torch.dtype, place: int) -> None:
     tensor = torch.linspace(-1e4, 1e4, 1000, dtype=dtype)
     assert shards.is_finite(tensor)
     for value in NOT_FINITE:
@@ -34,13 +34,13 @@ def test_any_element(dtype: torch.dtype, place: int) -> None:
         assert not shards.all_finite({"a": [torch.ones(3), {"b": tensor}], "c": 1})
 
 
-def test_what_has_no_numbers_is_finite() -> None:
+def test_tensors_without_numbers_are_finite() -> None:
     assert shards.is_finite(torch.empty(0))
     assert shards.is_finite(torch.ones(3, dtype=torch.int64))
     assert shards.all_finite(None)
 
 
-def test_some_are_told_by_name() -> None:
+def test_some_are_named() -> None:
     assert shards.not_finite_words([]) == ""
     assert shards.not_finite_words(["a"]) == "a is not finite"
     assert shards.not_finite_words(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more are not finite"
@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 
 def _dump(tmp_path: Path, spoilt: int, key: str, value: float, doubt: Callable[..., None]) -> list[Any]:
-    """Rank 0 of the group gives shard 1, rank 1 writes; the numbers of shard `spoilt` are not all finite."""
+    """Rank 0 of the group provides shard 1, rank 1 writes; shard `spoilt` is not finite."""
 
     def part(shard: int) -> Rank:
         return (
@@ -89,7 +89,7 @@ def test_a_shard_is_doubted_before_anything_is_written(
     assert not (tmp_path / "mp_rank_00").exists()
 
 
-def test_a_shard_that_nobody_minds_is_written_as_it_is(tmp_path: Path) -> None:
+def test_an_accepted_shard_is_written_unchanged(tmp_path: Path) -> None:
     _, written = _dump(tmp_path, 1, "exp_avg", math.nan, lambda what, ranks: None)
     assert written.not_finite == "shard 1 of 2 (exp_avg) is not finite"
     saved = load(tmp_path / "mp_rank_00/distrib_optim.pt.1")[0][torch.bfloat16, torch.float32]["exp_avg"]
@@ -106,14 +106,14 @@ def test_an_optimizer_without_shards(tmp_path: Path) -> None:
         state_dict=lambda: {"optimizer": {"state": {0: {"exp_avg": exp_avg}}, "param_groups": [{}]}},
     )
     heard: list[Any] = []
-    exchange = Exchange(None, 0, [[0]], on_not_finite=lambda *what: heard.append(what))
+    exchange = Exchange(None, 0, [[0]], on_not_finite=lambda *message: heard.append(message))
     state = training_state.TrainingState([model], optimizer, None, "mp_rank_00")
     written = state_writer.write_files(state, replace(RECORD, buffers=()), exchange, tmp_path, 1)
     assert heard == [("the optimizer state is not finite", [0])]
     assert written.not_finite == "the optimizer state is not finite"
 
 
-def test_who_is_doubted_is_told_by_its_rank_in_the_job(tmp_path: Path) -> None:
+def test_the_doubted_holder_is_named_by_its_rank_in_the_job(tmp_path: Path) -> None:
     rank = _spoil(_spoil(Rank(0, 1), "a", "param"), "b", "exp_avg")
     trainee = MegatronTrainee(
         rank.state, str(tmp_path), (), None, counters=dict, growth=dict, increment=int, barrier=lambda: None
@@ -176,7 +176,7 @@ def test_no_worker_writes_outside_of_the_save_folder(tmp_path: Path, folder: str
 
 
 def test_a_writer_that_does_not_see_the_folder_says_what_is_missing(tmp_path: Path) -> None:
-    """The agent of another node has made it, on a disk of that node's own."""
+    """Another node's agent made the folder on that node's disk."""
     (tmp_path / "save").mkdir()
     trainee = MegatronTrainee(
         Rank(0, 1).state,

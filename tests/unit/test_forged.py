@@ -1,4 +1,4 @@
-"""Answers of a node that was not asked, and a hello in the place of a node that is lost."""
+"""Answers of a node that was not asked, and a hello that claims the place of a lost node."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ FOLDER = f"/save/iter_{STEP:07d}_tmp_0f3a"
 FILE = FileEntry("model_optim_rng.pt", 1, "00", 1)
 
 
-class Job:
-    """Three nodes with two ranks each, rank 5 has died; node 0 is asked for all that is to be done."""
+class AskedJob:
+    """Three nodes with two ranks each; rank 5 has died, and node 0 gets all orders."""
 
     def __init__(self) -> None:
         self.controller = Controller(6, 120.0, ("store", 1, b""))
@@ -51,7 +51,7 @@ class Job:
         self.say(2, Died(5, -9, 0.0, BoardRecord(5)))
 
     def say(self, node: int, *messages: FromAgent) -> Orders:
-        """Pass on what the agent of `node` says, as the controller host does."""
+        """Pass on messages of the agent of `node`, as the controller host does."""
         orders: Orders = []
         for message in messages:
             if not self.registry.rejection_reason(node, message):
@@ -76,13 +76,13 @@ def kinds(orders: Orders) -> list[type[Any]]:
     "C1", "an agent answers for the one that was asked, or names another folder", "its answer is ignored"
 )
 def test_answers_count_only_from_the_node_that_was_asked() -> None:
-    job = Job()
-    ((asked, order),) = job.freeze()
-    assert (asked, type(order)) == (0, Prepare)
+    job = AskedJob()
+    ((asked_node, order),) = job.freeze()
+    assert (asked_node, type(order)) == (0, Prepare)
     for node in (1, 2):
         assert job.say(node, Prepared(node, 1, FOLDER, ""), Prepared(node, 1, "", "no space")) == []
         assert job.say(node, Published(node, 1, STEP, "/save"), PublishFailed(node, 1, "no")) == []
-        assert job.say(node, Prepared(asked, 1, FOLDER, "")) == []
+        assert job.say(node, Prepared(asked_node, 1, FOLDER, "")) == []
     for folder in (
         "/home/user/.ssh",
         f"/home/iter_{STEP:07d}_tmp_0f3a",
@@ -91,8 +91,8 @@ def test_answers_count_only_from_the_node_that_was_asked() -> None:
         f"/save/iter_{STEP:07d}_tmp2_0f3a",
         f"/save/../home/iter_{STEP:07d}_tmp",
     ):
-        assert job.say(asked, Prepared(asked, 1, folder, "")) == [], folder
-    ((_, dump),) = job.say(asked, Prepared(asked, 1, FOLDER, ""))
+        assert job.say(asked_node, Prepared(asked_node, 1, folder, "")) == [], folder
+    ((_, dump),) = job.say(asked_node, Prepared(asked_node, 1, FOLDER, ""))
     assert isinstance(dump, Addressed)
     assert isinstance(dump.message, Dump)
     assert dump.message.folder == FOLDER
@@ -100,8 +100,8 @@ def test_answers_count_only_from_the_node_that_was_asked() -> None:
     assert job.say(1, Published(1, 1, STEP, "/save"), Written(2, 1, 1, "g", (FILE,))) == []
     for path in ("/etc/passwd", "../../.bashrc", "", "a/../../b"):
         assert job.say(0, Written(writer, 1, 1, "g", (FileEntry(path, 1, "00", 1),))) == [], path
-    ((asked, publish),) = job.say(0, Written(writer, 1, 1, "g", (FILE,)))
-    assert (asked, type(publish)) == (0, Publish)
+    ((asked_node, publish),) = job.say(0, Written(writer, 1, 1, "g", (FILE,)))
+    assert (asked_node, type(publish)) == (0, Publish)
     for node in (1, 2):
         assert job.say(node, Published(node, 1, STEP, "/save"), PublishFailed(node, 1, "no")) == []
     assert job.say(0, Published(0, 1, STEP - 1, "/save"), Published(0, 1, STEP, "/save", 7)) == []
@@ -111,31 +111,31 @@ def test_answers_count_only_from_the_node_that_was_asked() -> None:
 
 @pytest.mark.robustness("C1", "an agent gives away the place of a node that is there", "nobody gets it")
 def test_a_place_is_given_by_node_0_and_only_that_of_a_lost_node() -> None:
-    job = Job()
+    job = AskedJob()
     members = job.controller.membership
     job.registry = AgentRegistry(6, 3, members.lost, members.expected)
     for node in range(3):
         assert job.registry.rejection_reason(node, AgentHello(node, (2 * node, 2 * node + 1))) == ""
     assert job.say(0, PlacesFilled(0, 1, (2,), {2: "a"})) == []
-    there = "came as a node that was there already"
-    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == there
+    reason = "came as a node that was there already"
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == reason
     job.controller.handle(AgentLost(2), 1.0)
     job.say(1, PlacesFilled(1, 1, (2,), {2: "a"}), PlacesFilled(0, 1, (2,), {2: "a"}))
-    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == there
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == reason
     job.say(0, PlacesFilled(0, 1, (2,), {2: "a"}))
-    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5))) == there
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5))) == reason
     assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == ""
 
 
 @pytest.mark.robustness("C1", "an agent comes in a place that a spare node has taken", "it is rejected")
 def test_the_place_that_a_spare_node_has_taken() -> None:
-    """The next controller knows it from the one before, and whoever comes first has no advantage."""
-    job = Job()
-    before, spare = AgentHello(2, (4, 5)), AgentHello(2, (4, 5), owner="a")
+    """The next controller knows it from the previous one, so coming first gives no advantage."""
+    job = AskedJob()
+    lost_hello, spare = AgentHello(2, (4, 5)), AgentHello(2, (4, 5), owner="a")
     job.registry = AgentRegistry(6, 3)
     job.registry.succeed([AgentHello(0, (0, 1)), spare])
     taken = "came as a node whose place another one has"
-    assert job.registry.rejection_reason(2, before) == taken
+    assert job.registry.rejection_reason(2, lost_hello) == taken
     assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="b")) == taken
     assert job.registry.rejection_reason(2, spare) == ""
     assert job.registry.rejection_reason(1, AgentHello(1, (2, 3))) == "", "nothing is known of it"
@@ -144,8 +144,8 @@ def test_the_place_that_a_spare_node_has_taken() -> None:
 
 @pytest.mark.robustness("C1", "an agent comes in the place of a lost node", "it is told the verdict only")
 def test_the_place_of_a_lost_node_stays_lost() -> None:
-    """After a take-over, too, where the new controller has never seen the agent that was lost."""
-    job = Job()
+    """Also after a take-over by a controller that never saw the lost agent."""
+    job = AskedJob()
     job.controller.handle(AgentLost(2), 1.0)
     job.registry = AgentRegistry(6, 3, job.controller.membership.lost)
     hello = AgentHello(2, (4, 5))
@@ -158,11 +158,11 @@ def test_the_place_of_a_lost_node_stays_lost() -> None:
     job.registry = AgentRegistry(6, 3, job.controller.membership.lost)
     for node in (0, 1):
         job.say(node, AgentHello(node, (2 * node, 2 * node + 1)), ReplayComplete(node))
-    ((asked, _),) = job.freeze()
-    ((_, dump),) = job.say(asked, Prepared(asked, 1, FOLDER, ""))
+    ((asked_node, _),) = job.freeze()
+    ((_, dump),) = job.say(asked_node, Prepared(asked_node, 1, FOLDER, ""))
     assert isinstance(dump, Addressed)
     writer = dump.message.groups[0].writer  # type: ignore[union-attr]
     job.say(writer // 2, Written(writer, 1, 1, "g", (FILE,)))
-    told = job.say(asked, Published(asked, 1, STEP, "/save"))
-    assert [(node, type(order)) for node, order in told if node == 2] == [(2, Verdict)]
+    orders = job.say(asked_node, Published(asked_node, 1, STEP, "/save"))
+    assert [(node, type(order)) for node, order in orders if node == 2] == [(2, Verdict)]
     assert job.verdict.step == STEP

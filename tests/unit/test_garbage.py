@@ -1,4 +1,4 @@
-"""Garbage collection is put off while a new process starts, and goes on as before."""
+"""Garbage collection is deferred while a newcomer starts, then continues as before."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ class Cycle:
 
 @pytest.fixture
 def collection() -> Iterator[GarbageCollection]:
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     yield GarbageCollection(context.get())
     gc.unfreeze()
-    gc.set_threshold(*before)
+    gc.set_threshold(*thresholds)
 
 
-def is_found() -> bool:
-    """Return whether a cycle that nobody needs is freed while many objects are made."""
-    found = weakref.ref(Cycle())
+def is_collected() -> bool:
+    """Return whether an unreferenced cycle is freed while many objects are made."""
+    reference = weakref.ref(Cycle())
     kept = []
     for _ in range(100_000):
         kept.append([])
-        if found() is None:
+        if reference() is None:
             return True
     return False
 
 
-def test_nothing_is_looked_for_until_it_goes_on(collection: GarbageCollection) -> None:
-    before = gc.get_threshold()
-    assert is_found()
+def test_no_collection_runs_until_it_is_resumed(collection: GarbageCollection) -> None:
+    thresholds = gc.get_threshold()
+    assert is_collected()
     collection.put_off()
-    assert not is_found()
+    assert not is_collected()
     collection.put_off()
     collection.resume()
-    assert gc.get_threshold() == before
-    assert is_found()
+    assert gc.get_threshold() == thresholds
+    assert is_collected()
 
 
-def test_what_was_made_meanwhile_is_garbage_of_the_last_resort(collection: GarbageCollection) -> None:
-    """It is freed by a look at everything, and by no earlier one."""
+def test_objects_made_meanwhile_are_in_the_oldest_generation(collection: GarbageCollection) -> None:
+    """Only a full collection frees them."""
     collection.put_off()
-    left = weakref.ref(Cycle())
+    reference = weakref.ref(Cycle())
     collection.resume()
     gc.collect(1)
-    assert left() is not None
+    assert reference() is not None
     gc.collect()
-    assert left() is None
+    assert reference() is None
     assert gc.get_freeze_count() == 0
 
 
@@ -68,7 +68,7 @@ def test_thresholds_of_the_script_stay(collection: GarbageCollection) -> None:
     assert gc.get_threshold() == (5000, 20, 20)
 
 
-def test_what_the_script_has_frozen_stays_frozen(collection: GarbageCollection) -> None:
+def test_objects_frozen_by_the_script_stay_frozen(collection: GarbageCollection) -> None:
     collection.put_off()
     gc.freeze()
     collection.resume()

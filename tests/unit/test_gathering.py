@@ -1,4 +1,4 @@
-"""Between the updates of a chain no parameters are gathered; at its end all that would have been."""
+"""Between the updates of a chain no parameters are gathered; at its end all of them are."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Part:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gathered"),
+    ("requests", "gathered"),
     [
         ([{}, {}], [{}]),  # Megatron: each optimizer gathers everything
-        # MindSpeed, with experts: each gathers its own.
+        # MindSpeed with experts: each optimizer gathers its own parameters.
         ([{"kind": "dense"}, {"kind": "moe"}], [{"kind": "dense"}, {"kind": "moe"}]),
         ([{"kind": "dense"}, {"kind": "dense"}, {"kind": "moe"}], [{"kind": "dense"}, {"kind": "moe"}]),
     ],
 )
-def test_what_is_put_off_is_done_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]], gathered: list[dict[str, Any]]
+def test_deferred_gathers_run_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, requests: list[dict[str, Any]], gathered: list[dict[str, Any]]
 ) -> None:
     window = SimpleNamespace(is_open=False)
     session = SimpleNamespace(window=window)
     monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=session))
-    part, done = Part(), list[Call]()
+    part, calls = Part(), list[Call]()
 
     def gather(*args: Any, **kwargs: Any) -> None:
-        done.append((args, kwargs))
+        calls.append((args, kwargs))
 
     for _ in range(2):  # steps
-        for number, kwargs in enumerate(asked, 1):
-            window.is_open = number < len(asked)
-            assert not done
+        for number, kwargs in enumerate(requests, 1):
+            window.is_open = number < len(requests)
+            assert not calls
             megatron_core.parameters_are_gathered_at_the_end(gather, part, (), kwargs)
-        assert [kwargs for _, kwargs in done] == gathered
-        done.clear()
+        assert [kwargs for _, kwargs in calls] == gathered
+        calls.clear()
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):

@@ -1,4 +1,4 @@
-"""An exception leaves the training script: what this rank can still give depends on where it was."""
+"""The steps that a rank still provides after an exception leaves the training script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank with a local copy: it needs no barrier, and gives the step before its last update from the copy."""
+"""A rank with a local copy needs no barrier, and provides the step before its last update from the copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
 @pytest.fixture
 def copying() -> Iterator[Worker]:
-    """It has no barrier, and has finished step 5."""
+    """A worker without a barrier that has finished step 5."""
     for worker in make():
         worker.trainee.has_local_copy = True
         worker.trainee.barrier = lambda: pytest.fail("a barrier")
@@ -27,7 +27,7 @@ def copying() -> Iterator[Worker]:
 
 def test_a_rank_that_has_finished_an_update_gives_the_step_before_it(copying: Worker) -> None:
     assert copying.gives == [4, 5]
-    assert (copying.trainee.before, copying.trainee.weights) == (4, 5)
+    assert (copying.trainee.copied, copying.trainee.weights) == (4, 5)
     assert [copying.session.from_local_copy(step) for step in (4, 5)] == [True, False]
     copying.session.begin_step(6)
     assert copying.gives == [4, 5]
@@ -35,16 +35,16 @@ def test_a_rank_that_has_finished_an_update_gives_the_step_before_it(copying: Wo
 
 
 def test_the_copy_is_taken_inside_the_window(copying: Worker) -> None:
-    """A freeze waits for its end, and meanwhile nothing is said to be in it."""
-    seen = []
+    """A freeze waits for the end of the copy, which is not provided meanwhile."""
+    states = []
 
     def half_way() -> None:
-        seen.append((copying.board.phase_name, copying.gives, copying.session.freezer.freeze(0.0)))
+        states.append((copying.board.phase_name, copying.gives, copying.session.freezer.freeze(0.0)))
 
     copying.trainee.on_copy = half_way
     copying.session.begin_step(6)
     copying.session.before_update(copying.loop.inner[0])
-    assert seen == [("READY", [5, 6], None)]
+    assert states == [("READY", [5, 6], None)]
     assert copying.stands == ("UPDATING", 5, 5)
     assert copying.gives == [5, 6]
     assert copying.session.from_local_copy(5)
@@ -62,7 +62,7 @@ def test_a_frozen_rank_takes_no_copy(copying: Worker) -> None:
         assert copying.gives == [4, 5, 6]
         copying.bring_to(4, lambda: 0, LONG_S)
         assert copying.session.from_local_copy(4)
-        assert (copying.trainee.before, copying.session.record_of(4)) == (4, record(4))
+        assert (copying.trainee.copied, copying.session.record_of(4)) == (4, record(4))
         copying.trainee.on_copy = lambda: None
         copying.bring_to(6, lambda: 0, LONG_S)
         main.result()
@@ -70,7 +70,7 @@ def test_a_frozen_rank_takes_no_copy(copying: Worker) -> None:
 
 
 def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
-    """The state of the older step is where the copy is, once the update is over."""
+    """After the update the copy holds the older step's state."""
     copying.frozen()
     inside, go_on = threading.Event(), threading.Event()
 
@@ -90,7 +90,7 @@ def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
         copying.session.freezer.bring_to(5, lambda: 0, LONG_S)
         main.result()
     assert copying.session.from_local_copy(5)
-    assert (copying.trainee.before, copying.trainee.weights) == (5, 6)
+    assert (copying.trainee.copied, copying.trainee.weights) == (5, 6)
 
 
 def test_a_permission_that_was_not_used_is_taken_back(copying: Worker) -> None:
@@ -146,7 +146,7 @@ def test_skipped_steps_and_the_copy(copying: Worker) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
-    """It trains as fast as it can, every fifth step is skipped; it is brought to a step, then back."""
+    """It trains at full speed, skipping every fifth step; it is brought to a step, then back."""
     draw = random.Random(5)
     for _ in range(200):
         jobs = make()
@@ -154,7 +154,7 @@ def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
         worker.trainee.has_local_copy = True
         stop = threading.Event()
         worker.loop.begin(1)
-        # From here on step 1 can be asked for: before that, nothing is new that could be saved.
+        # From here on step 1 can be requested; before, there is nothing to save.
         worker.session.begin_step(2)
 
         def train(worker: Worker = worker, stop: threading.Event = stop) -> None:
@@ -166,13 +166,13 @@ def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
         def check(step: int, worker: Worker = worker) -> None:
             worker.bring_to(step, lambda: 0, LONG_S)
             trainee = worker.trainee
-            tensors = trainee.before if worker.session.from_local_copy(step) else trainee.weights
+            tensors = trainee.copied if worker.session.from_local_copy(step) else trainee.weights
             assert tensors == (step - 1 if step % 5 == 0 else step)
             assert worker.session.record_of(step) == record(step, 1024.0 - step // 5)
 
         with Thread(train) as main:
             last, pause = draw.randint(1, 30), draw.randint(0, 100)
-            # A wait that sleeps would always begin at the same places of the race.
+            # A sleep would always start at the same points of the race.
             while worker.session.board.finished < last:
                 os.sched_yield()
             for _ in range(pause):

@@ -19,15 +19,15 @@ class TestRegistry:
         assert registry.find("vegetable", "leek") is part
 
     @pytest.mark.parametrize(
-        ("name", "words"),
+        ("name", "message"),
         [
             ("paer", "unknown fruit 'paer'; did you mean pear"),
             ("kiwi", "unknown fruit 'kiwi'; known: .*pear"),
         ],
     )
-    def test_an_unknown_name_lists_near_ones(self, name: str, words: str) -> None:
+    def test_an_unknown_name_lists_near_ones(self, name: str, message: str) -> None:
         registry.register("fruit", "pear")(registry.find)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             registry.find("fruit", name)
 
     def test_a_name_that_is_taken(self) -> None:
@@ -65,7 +65,7 @@ class TestConfig:
         }
 
     @pytest.mark.parametrize(
-        ("text", "words"),
+        ("text", "message"),
         [
             ("model: {hiden: 8}", r"bad.yaml: unknown key 'hiden'; did you mean hidden\?"),
             ("modle: {}", r"bad.yaml: unknown key 'modle'; did you mean model\?"),
@@ -79,9 +79,9 @@ class TestConfig:
             ("a: [", "is no YAML"),
         ],
     )
-    def test_what_is_not_understood_is_refused(self, text: str, words: str, tmp_path: Path) -> None:
+    def test_what_is_not_understood_is_refused(self, text: str, message: str, tmp_path: Path) -> None:
         (tmp_path / "bad.yaml").write_text(text)
-        with pytest.raises(ValueError, match=words) as raised:
+        with pytest.raises(ValueError, match=message) as raised:
             config.load(tmp_path / "bad.yaml")
         assert "\n" not in str(raised.value)
 
@@ -156,9 +156,9 @@ class TestTokens:
     def test_a_stream_goes_on_where_it_was_left(self, tmp_path: Path) -> None:
         data.write_tokens(tmp_path / "text", [list(range(101))], 1000)
         blocks = data.Blocks(tmp_path / "text", 10, 1000)
-        whole = blocks.batch(0, 25, seed=1)
-        assert torch.equal(torch.cat([blocks.batch(0, 7, seed=1), blocks.batch(7, 18, seed=1)]), whole)
-        starts = whole[:, 0].numpy()
+        full = blocks.batch(0, 25, seed=1)
+        assert torch.equal(torch.cat([blocks.batch(0, 7, seed=1), blocks.batch(7, 18, seed=1)]), full)
+        starts = full[:, 0].numpy()
         for around in (starts[:10], starts[10:20]):
             assert sorted(around) == list(range(0, 100, 10))
         assert not numpy.array_equal(starts[:10], starts[10:20])

@@ -1,4 +1,4 @@
-"""The model of examples/gpt2_from_scratch, and what its commands say to a mistake."""
+"""The model of examples/gpt2_from_scratch, and its commands' messages for mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = FOLDER.parents[1]
 generate, evaluate, tokenizer = module("generate"), module("evaluate"), module("tokenizer")
 
 
-# Mostly imports: torch and Megatron-core from the disk, where others use it, too.
+# Mostly imports of torch and Megatron-core, on a shared disk.
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         ({"top_p": 0.0}, "top-p is 0.0, it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top-p is 1.5, it must be above 0 and at most 1"),
@@ -49,8 +49,8 @@ def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
         ({"repetition_penalty": 0.0}, "repetition penalty is 0.0, it must be above 0"),
     ],
 )
-def test_a_sampling_out_of_its_range(values: dict[str, float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_sampling_out_of_its_range(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         generate.Sampling(**values)
 
 
@@ -89,14 +89,14 @@ def test_each_line_of_a_file_is_a_prompt(tmp_path: Path) -> None:
 
 
 def test_a_stream_holds_back_half_a_character() -> None:
-    words = tokenizer.train(["plain"], 257)
-    pieces = list(generate.stream(words, iter(words.encode("aé😀"))))
+    byte_tokenizer = tokenizer.train(["plain"], 257)
+    pieces = list(generate.stream(byte_tokenizer, iter(byte_tokenizer.encode("aé😀"))))
     assert pieces == ["a", "", "é", "", "", "", "😀", ""]
-    assert "".join(generate.stream(words, iter(words.encode("é")[:1]))) == "\ufffd"
+    assert "".join(generate.stream(byte_tokenizer, iter(byte_tokenizer.encode("é")[:1]))) == "\ufffd"
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (
             '{"text": "a", "lable": "b"}\n',
@@ -108,9 +108,9 @@ def test_a_stream_holds_back_half_a_character() -> None:
         ("", "has no samples"),
     ],
 )
-def test_samples_that_are_none(text: str, words: str, tmp_path: Path) -> None:
+def test_samples_that_are_none(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "samples").write_text(text)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         evaluate.samples_in(tmp_path / "samples", "text", "label")
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of examples/gpt2_from_scratch does what Hugging Face's does."""
+"""The tokenizer of examples/gpt2_from_scratch agrees with Hugging Face's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.gpt2_example import FOLDER, module
 
 tokenizer = module("tokenizer")
 
-# Pages of this repository: English, code, tables, signs.
+# Pages of this repository: English, code, tables, symbols.
 TEXTS = [
     path.read_text(encoding="utf-8") for path in sorted((FOLDER.parents[1] / "docs").glob("*s.md"))[:6]
 ] + ["Grüße, naïve café — 東京の天気 😀😀 👩‍👩‍👧 aaaaaaaa   \t\n\n"] * 3
@@ -32,20 +32,20 @@ ALPHABETS = (
 
 
 def strings(count: int) -> list[str]:
-    """Draw strings from a seed; every third is what is left of broken UTF-8."""
+    """Draw strings from a seed; every third is decoded from broken UTF-8."""
     draw = random.Random(20261123)
-    found = []
+    texts = []
     for n in range(count):
         text = "".join(
             "".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 6)))
             for _ in range(draw.randint(0, 12))
         )
-        found.append(broken(text, draw).decode("utf-8", "replace") if n % 3 == 0 else text)
-    return found
+        texts.append(broken(text, draw).decode("utf-8", "replace") if n % 3 == 0 else text)
+    return texts
 
 
 def broken(text: str, draw: random.Random) -> bytes:
-    """Return UTF-8 with some bytes lost and some in between."""
+    """Return UTF-8 with some bytes lost and some inserted."""
     raw = bytearray(byte for byte in text.encode() if draw.random() > 0.1)
     for _ in range(draw.randint(1, 4)):
         raw.insert(draw.randint(0, len(raw)), draw.randint(128, 255))
@@ -54,7 +54,7 @@ def broken(text: str, draw: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Hugging Face's, trained on the texts, and the folder with its two files."""
+    """Hugging Face's tokenizer trained on the texts, and the folder of its two files."""
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
         TEXTS, vocab_size=SIZE, min_frequency=2, special_tokens=[tokenizer.END_OF_TEXT], show_progress=False
@@ -66,54 +66,53 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def test_a_thousand_strings_with_emoji_and_broken_utf8(reference: tuple[Any, Path]) -> None:
     theirs, folder = reference
-    ours = tokenizer.Tokenizer.load(folder)
+    own_tokenizer = tokenizer.Tokenizer.load(folder)
     for text in strings(1000):
-        numbers = ours.encode(text)
+        numbers = own_tokenizer.encode(text)
         assert numbers == theirs.encode(text).ids, repr(text)
-        assert ours.decode(numbers) == text
+        assert own_tokenizer.decode(numbers) == text
 
 
 def test_tokens_that_are_cut_within_a_character_decode_the_same(reference: tuple[Any, Path]) -> None:
     theirs, folder = reference
-    ours = tokenizer.Tokenizer.load(folder)
+    own_tokenizer = tokenizer.Tokenizer.load(folder)
     draw = random.Random(1)
     for _ in range(300):
-        numbers = draw.choices(range(1, len(ours)), k=draw.randint(1, 8))
-        assert ours.decode(numbers) == theirs.decode(numbers, skip_special_tokens=False)
+        numbers = draw.choices(range(1, len(own_tokenizer)), k=draw.randint(1, 8))
+        assert own_tokenizer.decode(numbers) == theirs.decode(numbers, skip_special_tokens=False)
 
 
 def test_bytes_that_are_no_utf8_come_back(reference: tuple[Any, Path]) -> None:
-    ours = tokenizer.Tokenizer.load(reference[1])
+    own_tokenizer = tokenizer.Tokenizer.load(reference[1])
     draw = random.Random(2)
     for text in strings(200):
         raw = broken(text, draw)
-        assert ours.decode_bytes(ours.encode(raw)) == raw
+        assert own_tokenizer.decode_bytes(own_tokenizer.encode(raw)) == raw
 
 
 def test_training_finds_the_same_merges(reference: tuple[Any, Path], tmp_path: Path) -> None:
-    ours = tokenizer.train(TEXTS, SIZE)
-    ours.save(tmp_path)
+    own_tokenizer = tokenizer.train(TEXTS, SIZE)
+    own_tokenizer.save(tmp_path)
     assert (tmp_path / "merges.txt").read_text() == (reference[1] / "merges.txt").read_text()
-    assert ours.vocabulary == reference[0].get_vocab()
+    assert own_tokenizer.vocabulary == reference[0].get_vocab()
 
 
 def test_the_end_of_text_is_one_token(reference: tuple[Any, Path]) -> None:
-    ours = tokenizer.Tokenizer.load(reference[1])
-    numbers = ours.encode("one<|endoftext|>two<|endoftext|>")
-    assert numbers.count(ours.end) == 2
-    assert numbers[-1] == ours.end
-    assert ours.decode(numbers) == "one<|endoftext|>two<|endoftext|>"
+    own_tokenizer = tokenizer.Tokenizer.load(reference[1])
+    numbers = own_tokenizer.encode("one<|endoftext|>two<|endoftext|>")
+    assert numbers.count(own_tokenizer.end) == 2
+    assert numbers[-1] == own_tokenizer.end
+    assert own_tokenizer.decode(numbers) == "one<|endoftext|>two<|endoftext|>"
 
 
 def test_the_last_merge_counts_without_an_end_of_line(reference: tuple[Any, Path], tmp_path: Path) -> None:
-    """The guide's `split("\\n")[1:-1]` loses it."""
     (tmp_path / "vocab.json").write_bytes((reference[1] / "vocab.json").read_bytes())
     (tmp_path / "merges.txt").write_text((reference[1] / "merges.txt").read_text().removesuffix("\n"))
     assert tokenizer.Tokenizer.load(tmp_path).merges == tokenizer.Tokenizer.load(reference[1]).merges
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (
             lambda vocabulary, merges: vocabulary.pop("A"),
@@ -124,27 +123,27 @@ def test_the_last_merge_counts_without_an_end_of_line(reference: tuple[Any, Path
     ],
     ids=["a byte is missing", "a merge of what is no token", "a number too high"],
 )
-def test_files_that_do_not_fit_each_other(change: Any, words: str, reference: tuple[Any, Path]) -> None:
-    whole = tokenizer.Tokenizer.load(reference[1])
-    vocabulary, merges = dict(whole.vocabulary), list(whole.merges)
+def test_files_that_do_not_fit_each_other(change: Any, message: str, reference: tuple[Any, Path]) -> None:
+    valid = tokenizer.Tokenizer.load(reference[1])
+    vocabulary, merges = dict(valid.vocabulary), list(valid.merges)
     change(vocabulary, merges)
     if "A" not in vocabulary:
-        vocabulary["another"] = whole.vocabulary["A"]
-    with pytest.raises(ValueError, match=words):
+        vocabulary["another"] = valid.vocabulary["A"]
+    with pytest.raises(ValueError, match=message):
         tokenizer.Tokenizer(vocabulary, merges)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{", "vocab.json is no JSON: "),
         ("[1]", "vocab.json is no vocabulary"),
         ('{"a": "1"}', "is no vocabulary"),
     ],
 )
-def test_a_file_that_is_no_vocabulary(text: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_vocabulary(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(text)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         tokenizer.Tokenizer.load(tmp_path)
 
 

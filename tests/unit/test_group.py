@@ -18,20 +18,19 @@ from tests.ports import free_port
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_it_is_made_where_the_framework_is_to_have_no_gloo_groups(
+def test_the_group_is_made_although_gloo_groups_are_disabled(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with MindSpeed's --disable-gloo-group, which puts this in the place of torch's function."""
-    made = dist.new_group
+    """MindSpeed's --disable-gloo-group replaces torch's function."""
+    new_group = dist.new_group
 
     def no_gloo(*args: Any, **kwargs: Any) -> Any:
-        return None if kwargs.get("backend") == "gloo" else made(*args, **kwargs)
+        return None if kwargs.get("backend") == "gloo" else new_group(*args, **kwargs)
 
     monkeypatch.setattr(dist, "new_group", no_gloo)
     assert dist.new_group(backend="gloo") is None
@@ -41,7 +40,7 @@ def test_it_is_made_where_the_framework_is_to_have_no_gloo_groups(
 
 
 def test_a_wait_at_the_barrier_can_be_ended() -> None:
-    """gloo may forget what it was sending to a rank that has died; nothing else would end the wait."""
+    """gloo may drop data for a dead rank; nothing else would end the wait."""
     script = Path(__file__).with_name("barrier_script.py")
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
     ran = warm.run([sys.executable, str(script), str(free_port())], env=environment, timeout=240)

@@ -1,4 +1,4 @@
-"""A hang is a step that does not end: never what comes before the first steps, or between two."""
+"""A hang is a step that does not end, never the time before the first steps or between two steps."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def _changed(**fields: Any) -> BoardRecord:
 def _still_for(
     watch: HangDetector, seconds: int, boards: list[BoardRecord], start: int = 0, traced: bool = False
 ) -> list[NodeStalled | NodeResumed]:
-    """Looks every second; what was said."""
-    looks = (watch.look(boards, float(now), traced=traced) for now in range(start, start + seconds + 1))
-    return [said for said in looks if said is not None]
+    """Look every second; return the reports."""
+    looks = (watch.look(boards, float(second), traced=traced) for second in range(start, start + seconds + 1))
+    return [report for report in looks if report is not None]
 
 
 def test_a_step_that_does_not_end_is_a_hang() -> None:
     watch = HangDetector(2, 10.0)
     assert not _still_for(watch, 9, [IN_A_STEP, OTHER])
-    said = watch.look([IN_A_STEP, OTHER], 10.0)
-    assert said == NodeStalled(2, 10.0, 5, -1)
-    assert hang([said])
+    report = watch.look([IN_A_STEP, OTHER], 10.0)
+    assert report == NodeStalled(2, 10.0, 5, -1)
+    assert hang([report])
 
 
-def test_it_is_said_again_when_it_has_lasted_much_longer_and_when_it_is_over() -> None:
+def test_a_hang_is_reported_again_later_and_at_its_end() -> None:
     watch = HangDetector(2, 32.0)
-    said = _still_for(watch, 40, [IN_A_STEP, OTHER])
-    assert said == [NodeStalled(2, seconds, 5, -1) for seconds in (32.0, 32.0 * (1 + AGAIN), 37.0, 40.0)]
+    report = _still_for(watch, 40, [IN_A_STEP, OTHER])
+    assert report == [NodeStalled(2, seconds, 5, -1) for seconds in (32.0, 32.0 * (1 + AGAIN), 37.0, 40.0)]
     assert watch.look([IN_A_STEP, _changed(inside=6)], 41.0) == NodeResumed(2)
     assert watch.look([IN_A_STEP, _changed(inside=6)], 42.0) is None
 
@@ -58,7 +58,7 @@ def test_a_job_with_slow_steps_has_more_time() -> None:
 
 
 def test_kernels_that_end_by_themselves_shorten_the_time() -> None:
-    """A step that takes a third of that time keeps the time that its own steps ask for."""
+    """A step of a third of that time keeps the limit of its own steps."""
     watch = HangDetector(0, 120.0)
     boards = [IN_A_STEP, _changed(kernel_timeout=100.0)]
     assert not _still_for(watch, 74, [*boards, IN_A_STEP])
@@ -76,13 +76,13 @@ def test_kernels_that_end_by_themselves_shorten_the_time() -> None:
     [{"phase": Phase.READY}, {"finished": 5}, {"inside": 6}, {"progress": 1}, {"ahead": 5}],
     ids=lambda change: next(iter(change)),
 )
-def test_one_that_moves_is_enough(change: dict[str, Any]) -> None:
+def test_one_moving_rank_is_no_hang(change: dict[str, Any]) -> None:
     watch = HangDetector(0, 10.0)
     _still_for(watch, 9, [IN_A_STEP, OTHER])
     assert not _still_for(watch, 9, [IN_A_STEP, _changed(**change)], start=10)
 
 
-def test_where_any_time_may_pass() -> None:
+def test_places_without_a_limit() -> None:
     assert not _still_for(HangDetector(0, 10.0), 1000, [IN_A_STEP, _changed(phase=Phase.STARTING)])
 
 
@@ -94,14 +94,14 @@ def test_the_first_steps_of_a_process_have_more_time() -> None:
     for boards in (first, [IN_A_STEP, first[1]]):
         watch = HangDetector(0, 10.0)
         assert not _still_for(watch, int(OVERLONG * 10) - 1, boards)
-        said = watch.look(boards, OVERLONG * 10)
-        assert isinstance(said, NodeStalled)
-        assert hang([said])
+        report = watch.look(boards, OVERLONG * 10)
+        assert isinstance(report, NodeStalled)
+        assert hang([report])
     nobody_has_begun = [msgspec.structs.replace(board, inside=-1) for board in first]
     assert not hang([_last(HangDetector(0, 10.0), 1000, nobody_has_begun)])
 
 
-BETWEEN = _changed(inside=-1)  # step 4 is finished, and the next has not begun
+BETWEEN = _changed(inside=-1)  # between steps 4 and 5
 
 
 @pytest.mark.parametrize(
@@ -128,24 +128,25 @@ BETWEEN = _changed(inside=-1)  # step 4 is finished, and the next has not begun
     ],
 )
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_who_is_between_two_steps_waits_or_is_waited_for(
-    boards: list[BoardRecord], hangs: bool, nodes: int
-) -> None:
+def test_a_rank_between_steps_waits_or_is_awaited(boards: list[BoardRecord], hangs: bool, nodes: int) -> None:
     apart = [boards] if nodes == 1 else [*([board] for board in boards), []]
-    said = [_still_for(HangDetector(node, 10.0), 10, there)[-1] for node, there in enumerate(apart)]
-    assert hang(still for still in said if isinstance(still, NodeStalled)) is hangs
+    report = [
+        _still_for(HangDetector(node, 10.0), 10, boards_of_node)[-1]
+        for node, boards_of_node in enumerate(apart)
+    ]
+    assert hang(still for still in report if isinstance(still, NodeStalled)) is hangs
 
 
 def _in_a_phase(rank: int, usual: float, **fields: Any) -> BoardRecord:
-    """Between steps 4 and 5, or where `fields` say."""
-    there = {"rank": rank, "inside": -1, "usual": usual, "turns": 1, **fields}
-    return msgspec.structs.replace(IN_A_STEP, **there)
+    """Return a board between steps 4 and 5, or as `fields` say."""
+    fields_in_phase = {"rank": rank, "inside": -1, "usual": usual, "turns": 1, **fields}
+    return msgspec.structs.replace(IN_A_STEP, **fields_in_phase)
 
 
 def _last(watch: HangDetector, seconds: int, boards: list[BoardRecord]) -> NodeStalled:
-    said = _still_for(watch, seconds, boards)[-1]
-    assert isinstance(said, NodeStalled)
-    return said
+    report = _still_for(watch, seconds, boards)[-1]
+    assert isinstance(report, NodeStalled)
+    return report
 
 
 @pytest.mark.robustness(
@@ -154,15 +155,15 @@ def _last(watch: HangDetector, seconds: int, boards: list[BoardRecord]) -> NodeS
 @pytest.mark.parametrize(
     ("usual", "limit"), [(1.0, 5 * 10), (20.0, 5 * 20)], ids=["the floor", "what is usual"]
 )
-@pytest.mark.parametrize("others", ["in the next step", "in the phase, too"])
-def test_a_phase_that_takes_too_long(usual: float, limit: int, others: str) -> None:
-    other = IN_A_STEP if others == "in the next step" else _in_a_phase(0, usual)
-    boards = [other, _in_a_phase(1, usual)]
+@pytest.mark.parametrize("others_are", ["in the next step", "in the phase, too"])
+def test_a_phase_that_takes_too_long(usual: float, limit: int, others_are: str) -> None:
+    other_board = IN_A_STEP if others_are == "in the next step" else _in_a_phase(0, usual)
+    boards = [other_board, _in_a_phase(1, usual)]
     watch = HangDetector(0, 10.0)
     assert not hang([_last(watch, limit - 1, boards)])
-    said = watch.look(boards, float(limit))
-    assert said == NodeStalled(0, float(limit), 5, -1)
-    assert hang([said])
+    report = watch.look(boards, float(limit))
+    assert report == NodeStalled(0, float(limit), 5, -1)
+    assert hang([report])
 
 
 def test_the_first_of_a_kind_may_take_any_time_that_nobody_waits() -> None:
@@ -171,23 +172,23 @@ def test_the_first_of_a_kind_may_take_any_time_that_nobody_waits() -> None:
 
 
 def test_a_first_phase_may_take_any_time_that_others_wait() -> None:
-    """A first save of 40 minutes: the next start would come to the same save."""
+    """A first save of 40 minutes: a restart would come to the same save."""
     boards = [IN_A_STEP, _in_a_phase(1, 0.0)]
-    said = _last(HangDetector(0, 10.0), 100_000, boards)
-    assert not said.overlong
-    assert not hang([said])
+    report = _last(HangDetector(0, 10.0), 100_000, boards)
+    assert not report.overlong
+    assert not hang([report])
 
 
-def test_whoever_is_waited_for_as_long_as_torch_would_wait() -> None:
-    """In no phase: it is worse than torchrun to wait for longer."""
+def test_a_rank_awaited_beyond_torch_s_timeout_hangs() -> None:
+    """Outside of phases: waiting longer would be worse than torchrun."""
     boards = [IN_A_STEP, _in_a_phase(1, -1.0)]
     watch = HangDetector(0, 10.0)
     assert not hang([_last(watch, int(OVERLONG * 10) - 1, boards)])
-    said = watch.look(boards, OVERLONG * 10)
-    assert said == NodeStalled(0, OVERLONG * 10, 5, 4, overlong=True)
-    assert hang([said])
-    one_that_has_not_waited_so_long = msgspec.structs.replace(said, node=1, overlong=False)
-    assert not hang([said, one_that_has_not_waited_so_long])
+    report = watch.look(boards, OVERLONG * 10)
+    assert report == NodeStalled(0, OVERLONG * 10, 5, 4, overlong=True)
+    assert hang([report])
+    one_that_has_not_waited_so_long = msgspec.structs.replace(report, node=1, overlong=False)
+    assert not hang([report, one_that_has_not_waited_so_long])
 
 
 def test_a_phase_inside_a_step_is_waited_for_by_the_others_in_the_step() -> None:
@@ -197,13 +198,13 @@ def test_a_phase_inside_a_step_is_waited_for_by_the_others_in_the_step() -> None
     assert watch.look(boards, 50.0) == NodeStalled(0, 50.0, 5, -1)
 
 
-def test_to_begin_or_end_a_phase_is_to_move() -> None:
+def test_beginning_or_ending_a_phase_is_progress() -> None:
     watch = HangDetector(0, 10.0)
     _still_for(watch, 9, [IN_A_STEP, _in_a_phase(1, 1.0)])
     assert not _still_for(watch, 9, [IN_A_STEP, _in_a_phase(1, 1.0, turns=2)], start=10)
 
 
-def test_it_can_be_switched_off() -> None:
+def test_the_detector_can_be_switched_off() -> None:
     assert not _still_for(HangDetector(0, 0.0), 100_000, [IN_A_STEP])
 
 
@@ -215,25 +216,25 @@ def test_a_debugger_takes_its_time() -> None:
 
 
 def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
-    """As when the whole job is suspended, and goes on."""
+    """For example when the whole job is suspended and resumed."""
     watch = HangDetector(0, 30.0)
     _still_for(watch, 20, [IN_A_STEP])
     assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
 
 
 def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
-    """What is told of this thread while it is in `act`, in which it waits for what is given to it."""
-    written, told = threading.Event(), threading.Event()
+    """Return the report on this thread while it waits in `act` for the event."""
+    written, release = threading.Event(), threading.Event()
 
     def ask() -> Standing | None:
         waiting.until(lambda: "waiter.acquire(True, timeout)" in _line(), "the main thread waits")
         try:
             return stacks.look(path, LONG_S, written.set)
         finally:
-            told.set()
+            release.set()
 
     with Thread(ask) as thread:
-        act(told)
+        act(release)
         standing = thread.result()
     assert standing is not None
     assert written.is_set()
@@ -241,46 +242,45 @@ def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
 
 
 def _line() -> str:
-    """Where the main thread is."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def test_a_lock_is_no_collective(tmp_path: Path) -> None:
     path = tmp_path / "stacks" / "rank0.txt"
-    there = _standing_in(lambda told: told.wait(LONG_S), path)
-    assert not there.waits
-    assert there.where.startswith("wait (threading.py:")
+    standing = _standing_in(lambda release: release.wait(LONG_S), path)
+    assert not standing.waits
+    assert standing.where.startswith("wait (threading.py:")
     assert " in test_a_lock_is_no_collective\n" in path.read_text()
 
 
 def test_the_main_thread_is_the_first_of_however_many(tmp_path: Path) -> None:
     path = tmp_path / "rank0.txt"
     go = threading.Event()
-    others = [threading.Thread(target=go.wait, name=f"one of many {number}") for number in range(150)]
-    for other in others:
-        other.start()
-    _standing_in(lambda told: told.wait(LONG_S), path)
+    threads = [threading.Thread(target=go.wait, name=f"one of many {number}") for number in range(150)]
+    for thread in threads:
+        thread.start()
+    _standing_in(lambda release: release.wait(LONG_S), path)
     go.set()
-    for other in others:
-        other.join()
+    for thread in threads:
+        thread.join()
     stacks_of = path.read_text().split("\n\n")
     assert "[MainThread]" in stacks_of[0]
     assert " in test_the_main_thread_is_the_first_of_however_many\n" in stacks_of[0]
     assert sum("[one of many " in stack for stack in stacks_of) == 150
 
 
-def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
-    """The same from the outermost call to where two ways part."""
+def test_stack_hashes_agree_up_to_the_differing_frame(tmp_path: Path) -> None:
+    """The stack hashes agree from the outermost call to the frame where two stacks differ."""
 
-    def stand(told: threading.Event, in_another_place: bool) -> None:
+    def stand(release: threading.Event, in_another_place: bool) -> None:
         if in_another_place:
-            told.wait(LONG_S)
+            release.wait(LONG_S)
         else:
-            told.wait(LONG_S)
+            release.wait(LONG_S)
 
     ways = [
-        _standing_in(lambda told, place=place: stand(told, place), tmp_path / str(number)).stack_hashes  # type: ignore[misc]
+        _standing_in(lambda release, place=place: stand(release, place), tmp_path / str(number)).stack_hashes  # type: ignore[misc]
         for number, place in enumerate((False, False, True))
     ]
     calls = [[way[start : start + CALL] for start in range(0, len(way), CALL)] for way in ways]

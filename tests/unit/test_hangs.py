@@ -1,4 +1,4 @@
-"""A job that hangs, as its agent sees it: what is none, and where everyone stands before anyone is ended."""
+"""A job that hangs, as its agent sees it: exceptions to the rule, and the stacks before any rank is ended."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17
 
 
 def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[int]]:
-    """Rank 0 stands in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: the stacks that
-    there are when the first of them is ended, and the ranks that live then."""
-    # py-spy takes a second, and ten times that on a very busy machine. All of the other two is spent, for two
-    # ranks do not answer and do not go; the third does, and may be slow: 6 s after py-spy, and 6 s to go.
+    """Rank 0 is in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: return the stacks
+    written when the first rank is ended, and the ranks alive then."""
+    # py-spy takes a second, ten on a very busy machine. The other two limits are used up: two
+    # ranks neither answer nor exit; the third does, slowly: 6 s after py-spy, and 6 s to exit.
     monkeypatch.setattr(processes, "LOOK_S", 10.0)
     monkeypatch.setattr(freeze, "HANG_ANSWER_S", 16.0)
     monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", 6.0)
@@ -63,7 +63,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
 def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing helps from outside: by itself, or by a signal, or it is said why not."""
+    """A rank writes its stacks itself or on a signal, or the reason is reported."""
     monkeypatch.setattr(processes, "find_py_spy", lambda: None)
     texts, alive = _hang(job, monkeypatch)
     assert alive == [1, 2], "who has answered has left by itself"
@@ -76,7 +76,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
 
 @pytest.mark.skipif(processes.find_py_spy() is None, reason="py-spy is not installed")
 def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the moment of the hang, before anyone is asked: the incident wakes who hangs in a collective."""
+    """Taken at the moment of the hang: the incident wakes a rank that hangs in a collective."""
     written_before: list[Path] = []
     look = StackCollector.look
 
@@ -98,7 +98,7 @@ def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.M
 
 
 def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pdb, in the middle of a step; when it is left and nothing goes on, that is a hang."""
+    """pdb in the middle of a step; after pdb is left, no progress counts as a hang."""
     answers: list[bool] = []
     asks = Workers.are_busy
 
@@ -111,7 +111,7 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
     job.begin(1, [job.node(TTP_HANG="1")])
     job.train("step")
     job.workers[0].send("debug")
-    for line in ("> ", "-> "):  # pdb says where it stands
+    for line in ("> ", "-> "):  # pdb prints its position
         assert job.workers[0].read_line().startswith(line)
     job.workers[0].send("board.enter(step + 1)")
     waiting.until(lambda: len(answers) >= 2, "it has been asked twice")
@@ -132,23 +132,23 @@ def test_a_debugger_outside_of_a_worker_is_seen(job: Job) -> None:
     if libc.ptrace(_PTRACE_SEIZE, pid, None, None):
         pytest.skip(f"this user may not trace processes: {os.strerror(ctypes.get_errno())}")
     assert workers.traced
-    job.workers[1].process.kill()  # one that runs cannot be let go of
+    job.workers[1].process.kill()  # a running process cannot be detached from
     waiting.until(lambda: job.nodes[0].control.verdict is not None, "its death is known")
     assert not workers.traced
 
 
 def test_a_compiler_takes_its_time() -> None:
-    seen: list[bool] = []
+    busy: list[bool] = []
 
     def look(*_: object) -> None:
-        seen.append(stacks.busy())
+        busy.append(stacks.busy())
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
         look()
 
-        def compiled(*given: torch.Tensor) -> object:
+        def compiled(*tensors: torch.Tensor) -> object:
             look()
-            return graph.forward(*given)
+            return graph.forward(*tensors)
 
         return compiled
 
@@ -156,27 +156,27 @@ def test_a_compiler_takes_its_time() -> None:
     compiled = torch.compile(lambda x: x + 1, backend=backend)
     for _ in range(2):
         assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert seen == [False, True, False, False], "not before, in the compiler, and what it has made"
+    assert busy == [False, True, False, False], "not before, in the compiler, and what it has made"
 
 
-def test_one_that_dies_while_it_is_asked_leaves_the_others_to_answer() -> None:
+def test_a_rank_that_dies_while_asked_does_not_block_the_answers() -> None:
     async def ask() -> bool:
         workers = Workers(asyncio.get_running_loop(), lambda message: None)
         workers.alive = {0, 1, 2}
-        asked = asyncio.ensure_future(workers.are_busy())
+        answer = asyncio.ensure_future(workers.are_busy())
         await asyncio.sleep(0)
         workers.alive.discard(2)
         for rank in (0, 1):
             workers._looked.put_nowait(BusyReport(rank, rank == 1))
-        return await asked
+        return await answer
 
     assert asyncio.run(ask())
 
 
-def test_nobody_is_looked_at_once_a_generation_has_ended(
+def test_no_process_is_inspected_after_the_end_of_its_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may end during the look; what was held back is for nobody then, and the next one has its own."""
+    """It may end during the look; the next generation has its own messages."""
     looked: list[dict[int, int]] = []
 
     async def end() -> Workers:

@@ -1,4 +1,4 @@
-"""Host copies: what is whole and what is not, what all ranks have after a death, and what comes back."""
+"""Host copies: complete steps, common steps after a death, and the restored state."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ EVERY = 2
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[], CopyFile]]:
-    """Make files as an agent does, which holds them to the end of the test."""
+def new_file() -> Iterator[Callable[[], CopyFile]]:
+    """Return a function that makes copy files as an agent does; they stay open until the end of the test."""
     with ExitStack() as opened:
 
         def make() -> CopyFile:
-            held = descriptors.in_memory("ttp-test")
-            opened.callback(os.close, held)
-            return opened.enter_context(closing(CopyFile(f"/proc/{os.getpid()}/fd/{held}")))
+            descriptor = descriptors.in_memory("ttp-test")
+            opened.callback(os.close, descriptor)
+            return opened.enter_context(closing(CopyFile(f"/proc/{os.getpid()}/fd/{descriptor}")))
 
         yield make
 
@@ -73,14 +73,14 @@ def record(step: int) -> StepRecord:
     return StepRecord(step, {"consumed_train_samples": 8 * step}, {"num_steps": step}, (), (None,), states)
 
 
-def tensors(one: Any) -> list[torch.Tensor]:
-    optimizer = one.state.optimizer.optimizer
+def tensors(rank: Any) -> list[torch.Tensor]:
+    optimizer = rank.state.optimizer.optimizer
     state = [value for entries in optimizer.state.values() for value in entries.values()]
-    return [tensor.detach().clone() for chunk in one.state.model for tensor in chunk.parameters()] + state
+    return [tensor.detach().clone() for chunk in rank.state.model for tensor in chunk.parameters()] + state
 
 
-def test_a_copy_without_its_header_says_nothing(made: Callable[[], CopyFile]) -> None:
-    file = made()
+def test_a_copy_without_its_header_says_nothing(new_file: Callable[[], CopyFile]) -> None:
+    file = new_file()
     assert file.header is None
     file.reserve(100)
     assert file.header is None
@@ -95,61 +95,61 @@ def test_a_copy_without_its_header_says_nothing(made: Callable[[], CopyFile]) ->
     assert file.header is None
 
 
-def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
-    file, given, taken = made(), trainee(frozen=1), trainee(frozen=1)
+def test_a_state_comes_back_bit_for_bit(new_file: Callable[[], CopyFile]) -> None:
+    file, source, target = new_file(), trainee(frozen=1), trainee(frozen=1)
 
     def memory(size: int) -> memoryview:
         file.reserve(size)
         return file.content
 
-    size = content.write(given, record(20), content.take_extra(given), memory, lambda: False)
-    before = tensors(given)
-    assert not all(map(torch.equal, tensors(taken), before))
-    told = content.read(file.content[:size], taken.state.optimizer, taken.state.model)
-    assert all(map(torch.equal, tensors(taken), before))
-    assert told.extra == {"counted": 20}
-    assert told.record.step == 20
-    assert torch.equal(told.record.rng[0]["torch_rng_state"], torch.get_rng_state())
-    assert told.arguments == {"seq_length": 4, "betas": (0.9, 0.95)}
-    other = trainee(size=5, frozen=1).state
+    size = content.write(source, record(20), content.take_extra(source), memory, lambda: False)
+    source_tensors = tensors(source)
+    assert not all(map(torch.equal, tensors(target), source_tensors))
+    restored = content.read(file.content[:size], target.state.optimizer, target.state.model)
+    assert all(map(torch.equal, tensors(target), source_tensors))
+    assert restored.extra == {"counted": 20}
+    assert restored.record.step == 20
+    assert torch.equal(restored.record.rng[0]["torch_rng_state"], torch.get_rng_state())
+    assert restored.arguments == {"seq_length": 4, "betas": (0.9, 0.95)}
+    other_state = trainee(size=5, frozen=1).state
     with pytest.raises(CheckpointError, match="the param groups of the new process have 2 params"):
-        content.read(file.content[:size], other.optimizer, other.model)
-    other = trainee().state
+        content.read(file.content[:size], other_state.optimizer, other_state.model)
+    other_state = trainee().state
     with pytest.raises(CheckpointError, match="other types or sizes"):
-        content.read(file.content[:size], other.optimizer, other.model)
+        content.read(file.content[:size], other_state.optimizer, other_state.model)
 
 
 @pytest.mark.usefixtures("alone_in_its_job")
 def test_copies_that_cannot_be_written_leave_the_optimizer_as_it_was(
-    made: Callable[[], CopyFile],
+    new_file: Callable[[], CopyFile],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing else may be there to load, and the job begins with what was built."""
-    file, given, taken = made(), trainee(), trainee()
+    """Without anything else to load the job begins with the initial state."""
+    file, source, target = new_file(), trainee(), trainee()
 
     def memory(size: int) -> memoryview:
         file.reserve(size)
         return file.content
 
-    size = content.write(given, record(20), content.take_extra(given), memory, lambda: False)
+    size = content.write(source, record(20), content.take_extra(source), memory, lambda: False)
     file.commit(CopyHeader("a", 1, 0, 20, size, file.digest(size)))
     monkeypatch.setattr(rebuild, "_held", lambda: {(("a", 20), 0): (file, file.header)})
-    before = tensors(taken)
+    target_tensors = tensors(target)
 
     def full(*args: Any, **kwargs: Any) -> Path:
-        assert not all(map(torch.equal, tensors(taken), before))
+        assert not all(map(torch.equal, tensors(target), target_tensors))
         raise CheckpointError("no space is left")
 
     monkeypatch.setattr(rebuild.publish, "prepare", full)
-    state = _State(taken.state.optimizer, taken.state.model)
+    state = _State(target.state.optimizer, target.state.model)
     protected: Any = SimpleNamespace(
         **vars(state), save=tmp_path, placed=lambda everyone: (state, SimpleNamespace(shares=()))
     )
     assert rebuild.write_newest(protected) is None
     assert "step 20 cannot be written from the copies in host memory: no space" in capfd.readouterr().out
-    assert all(map(torch.equal, tensors(taken), before))
+    assert all(map(torch.equal, tensors(target), target_tensors))
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ class _State:
 
 
 class _Ranks:
-    """The copiers of a job, each on a thread when all do something together."""
+    """The copiers of a job, each on a thread for collective calls."""
 
     def __init__(
         self,
         count: int,
-        made: Callable[[], CopyFile],
+        new_file: Callable[[], CopyFile],
         *,
         has_keeper: bool = False,
         every: int | None = EVERY,
@@ -174,7 +174,7 @@ class _Ranks:
         self._barrier = Barrier(count)
         self._said: list[Sequence[int]] = [()] * count
         self._pool = ThreadPoolExecutor(count)
-        self.files = [[made(), made()] for _ in range(count)]
+        self.files = [[new_file(), new_file()] for _ in range(count)]
         self.trainees = [trainee() for _ in range(count)]
         self.copiers = [
             Copier(every, rank, count, "a", files, has_keeper, lambda step: None, self._smallest_of(rank))
@@ -185,35 +185,37 @@ class _Ranks:
         def smallest(numbers: Sequence[int]) -> list[int]:
             self._said[rank] = numbers
             self._barrier.wait()
-            found = [min(column) for column in zip(*self._said, strict=True)]
+            smallest_numbers = [min(column) for column in zip(*self._said, strict=True)]
             self._barrier.wait()
-            return found
+            return smallest_numbers
 
         return smallest
 
     def step(self, step: int) -> None:
-        """All ranks begin the step after `step`, and come to their next update."""
+        """On all ranks begin the step after `step` and reach the next update."""
 
-        def one(rank: int) -> None:
+        def step_of_rank(rank: int) -> None:
             self.copiers[rank].copy(self.trainees[rank], record(step), None, is_intact=True)
             self.copiers[rank].wait()
 
-        list(self._pool.map(one, range(len(self.copiers))))
+        list(self._pool.map(step_of_rank, range(len(self.copiers))))
 
     def interrupt(self, rank: int) -> None:
-        """The copy of `rank` that was made last is left in its middle."""
+        """Leave the newest copy of `rank` half written."""
         headers = [(file.header.step, file) for file in self.files[rank] if file.header is not None]
         if headers:
-            max(headers, key=lambda one: one[0])[1].begin()
+            max(headers, key=lambda entry: entry[0])[1].begin()
 
     def whole(self) -> set[int]:
-        """Return the steps of which every rank has a copy."""
-        held = [{file.header.step for file in files if file.header is not None} for files in self.files]
-        return set.intersection(*held)
+        """Return the steps that every rank has a copy of."""
+        steps_of_ranks = [
+            {file.header.step for file in files if file.header is not None} for files in self.files
+        ]
+        return set.intersection(*steps_of_ranks)
 
 
-def test_a_step_is_copied_when_it_is_due(made: Callable[[], CopyFile]) -> None:
-    ranks = _Ranks(2, made)
+def test_a_step_is_copied_when_it_is_due(new_file: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, new_file)
     for step in range(1, 8):
         ranks.step(step)
         newest = step // EVERY * EVERY
@@ -221,10 +223,10 @@ def test_a_step_is_copied_when_it_is_due(made: Callable[[], CopyFile]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_interrupted_a_whole_step_stays(seed: int, made: Callable[[], CopyFile]) -> None:
-    """Copies are interrupted on some ranks and not on others; between them the job goes on."""
+def test_a_complete_step_stays_whoever_is_interrupted(seed: int, new_file: Callable[[], CopyFile]) -> None:
+    """Copies are interrupted on some ranks while the job continues."""
     chance = random.Random(seed)
-    ranks = _Ranks(3, made)
+    ranks = _Ranks(3, new_file)
     ranks.step(EVERY)
     newest = EVERY
     for step in range(2 * EVERY, 12 * EVERY, EVERY):
@@ -236,8 +238,8 @@ def test_whoever_is_interrupted_a_whole_step_stays(seed: int, made: Callable[[],
         newest = max(ranks.whole())
 
 
-def test_none_is_made_while_one_is_on_its_way_to_another_node(made: Callable[[], CopyFile]) -> None:
-    ranks = _Ranks(2, made, has_keeper=True)
+def test_no_copy_is_made_while_one_is_in_transit_to_another_node(new_file: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, new_file, has_keeper=True)
     for step in (2, 4):
         ranks.step(step)
         assert ranks.whole() == {2}
@@ -250,8 +252,8 @@ def test_none_is_made_while_one_is_on_its_way_to_another_node(made: Callable[[],
         assert ranks.whole() == {2, 6}
 
 
-def test_what_the_job_goes_back_behind_is_given_up(made: Callable[[], CopyFile]) -> None:
-    ranks = _Ranks(2, made)
+def test_copies_of_steps_after_a_rollback_are_given_up(new_file: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, new_file)
     ranks.step(2)
     ranks.step(4)
     for of_rank in ranks.copiers:
@@ -259,10 +261,10 @@ def test_what_the_job_goes_back_behind_is_given_up(made: Callable[[], CopyFile])
     assert ranks.whole() == {2}
 
 
-def test_a_rank_that_cannot_copy_says_so_and_the_others_keep_what_all_have(
-    made: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str]
+def test_a_rank_that_cannot_copy_is_reported_and_common_copies_stay(
+    new_file: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = _Ranks(2, made)
+    ranks = _Ranks(2, new_file)
     ranks.step(2)
     group = ranks.trainees[1].state.optimizer.optimizer.param_groups[0]
     group["hook"] = object()
@@ -275,8 +277,8 @@ def test_a_rank_that_cannot_copy_says_so_and_the_others_keep_what_all_have(
     assert lines[0].startswith("[ttp] rank 1 makes no more copies in host memory (TTP_HOST_COPY): ")
 
 
-def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
-    made: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_a_copy_thread_is_reported_and_trains_on(
+    new_file: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
@@ -286,19 +288,19 @@ def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    ranks = _Ranks(2, made)
+    ranks = _Ranks(2, new_file)
     for step in (2, 4):
         ranks.step(step)
         assert ranks.whole() == set()
     for of_rank in ranks.copiers:
-        of_rank.stop()  # as an incident does
+        of_rank.stop()  # as in an incident
     lines = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
     assert len(lines) == 2
     assert all(line.endswith("RuntimeError: can't start new thread") for line in lines)
 
 
 def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
-    """Of two nodes each keeps the copies of the other, too; of one rank of node 1 they are larger."""
+    """Each of two nodes also keeps the other's copies; one rank of node 1 has larger copies."""
     needs = [copier.Need(0, 30, 100), copier.Need(0, 30, 90), copier.Need(1, 25, 100)]
     assert copier.bytes_on(needs) == {0: 85, 1: 85}
     assert copier.shortage(needs) == ""
@@ -312,7 +314,7 @@ def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
 
 @pytest.fixture
 def alone_in_its_job() -> Iterator[None]:
-    """A job of this process alone, in which no other rank has a copy of anything."""
+    """A job of this process alone, so no other rank has a copy."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group.of_everyone()
@@ -324,26 +326,26 @@ def alone_in_its_job() -> Iterator[None]:
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("free", [1 << 30, 1 << 20], ids=["room", "no room"])
 @pytest.mark.usefixtures("alone_in_its_job")
-def test_auto_copies_what_no_other_rank_has(
+def test_auto_copies_state_without_another_holder(
     free: int,
     shared: bool,
-    made: Callable[[], CopyFile],
+    new_file: Callable[[], CopyFile],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Where half of the free memory is enough; else a line says what it would take, and what is free."""
+    """If half of the free memory is enough; otherwise a line gives the needed and the free memory."""
     monkeypatch.setattr(copier, "available", lambda: free)
     if shared:
         monkeypatch.setattr(tolerance, "spare", lambda shares, place_of: 1)
     monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
-    own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
-    given, session = _Given(), SimpleNamespace(copier=own)
-    kept = copier.reserve(session, given)  # type: ignore[arg-type]
+    rank_copier = Copier(None, 0, 1, "a", [new_file(), new_file()], False, lambda step: None, list)
+    trainee_facts, session = ReservableFacts(), SimpleNamespace(copier=rank_copier)
+    kept = copier.reserve(session, trainee_facts)  # type: ignore[arg-type]
     stdout = capfd.readouterr().out
     if shared:
-        assert (session.copier, kept, stdout) == (None, given, "")
+        assert (session.copier, kept, stdout) == (None, trainee_facts, "")
     elif free == 1 << 30:
-        assert (session.copier, kept) == (own, given)
+        assert (session.copier, kept) == (rank_copier, trainee_facts)
         assert stdout.startswith(
             "[ttp] copies in host memory at least every 50 steps: 2.0 MiB on node 0; they"
         )
@@ -357,10 +359,10 @@ def test_auto_copies_what_no_other_rank_has(
 
 
 @pytest.mark.usefixtures("alone_in_its_job")
-def test_memory_that_a_node_keeps_since_the_start_before_is_there_for_the_next_copies(
-    made: Callable[[], CopyFile], monkeypatch: pytest.MonkeyPatch
+def test_memory_kept_since_the_previous_start_counts_for_the_next_copies(
+    new_file: Callable[[], CopyFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a job of several nodes would lose its copies with its first restart, or be refused."""
+    """Otherwise a job of several nodes would lose its copies at the first restart, or be refused."""
     kept = descriptors.in_memory("ttp-test")
     try:
         path = f"/proc/{os.getpid()}/fd/{kept}"
@@ -369,17 +371,17 @@ def test_memory_that_a_node_keeps_since_the_start_before_is_there_for_the_next_c
         monkeypatch.setattr(context.part(HeldCopies), "paths", {7: (path,)})
         monkeypatch.setattr(copier, "available", lambda: 2 << 20)
         monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
-        own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
-        session = SimpleNamespace(copier=own)
-        copier.reserve(session, _Given())  # type: ignore[arg-type]
-        assert session.copier is own
+        rank_copier = Copier(None, 0, 1, "a", [new_file(), new_file()], False, lambda step: None, list)
+        session = SimpleNamespace(copier=rank_copier)
+        copier.reserve(session, ReservableFacts())  # type: ignore[arg-type]
+        assert session.copier is rank_copier
     finally:
         os.close(kept)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What `reserve` reads of a trainee, besides its size."""
+class ReservableFacts:
+    """The facts of a trainee that `reserve` reads, besides its size."""
 
     survives: str = "none; whatever"
     shares: tuple[Share, ...] = (Share("group", 0, 1),)
@@ -390,17 +392,21 @@ class _Given:
     [(0.001, 1.0, 1), (0.1, 1.0, 5), (0.1, 0.5, 10), (60.0, 1.0, tolerance.MOST_STEPS)],
 )
 def test_auto_copies_as_often_as_the_share_of_time_allows(
-    copy_s: float, step_s: float, interval: int, made: Callable[[], CopyFile], monkeypatch: pytest.MonkeyPatch
+    copy_s: float,
+    step_s: float,
+    interval: int,
+    new_file: Callable[[], CopyFile],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 per cent of the time of the steps between two copies. The slowest rank counts; a job that has gone
     back begins anew, as its new ranks do."""
-    ranks = _Ranks(2, made, every=None)
-    now = [0.0]
-    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = _Ranks(2, new_file, every=None)
+    clock = [0.0]
+    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def copied(step: int) -> bool:
         ranks.step(step)
-        now[0] += step_s
+        clock[0] += step_s
         ranks.copiers[1]._copy_s = copy_s
         return step in ranks.whole()
 
@@ -408,7 +414,7 @@ def test_auto_copies_as_often_as_the_share_of_time_allows(
     assert [step for step in steps if copied(step)] == sorted({1, 2, 2 + interval, 2 + 2 * interval})
     for of_rank in ranks.copiers:
         of_rank.forget_after(3)
-    assert copied(4)  # although no copy was due
+    assert copied(4)  # without a due copy
 
 
 def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,8 +425,8 @@ def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.Monkey
         held_copies = HeldCopies(None)  # type: ignore[arg-type]
         for paths in held_copies.paths.values():
             with ExitStack() as opened:
-                held = [opened.enter_context(closing(CopyFile(path))).header for path in paths]
-            assert held == [None, None]
+                headers = [opened.enter_context(closing(CopyFile(path))).header for path in paths]
+            assert headers == [None, None]
         return set(held_copies.paths)
 
     assert begin([0, 1]) == {0, 1}
@@ -449,7 +455,7 @@ def test_an_agent_without_descriptors_gives_up_the_copies_that_are_in_doubt() ->
 
 @pytest.fixture
 def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
-    """Nodes with a rank each: the first gives its copies to the second, whose place the third may take."""
+    """Nodes with a rank each: the first sends its copies to the second, whose place the third may take."""
     settings = config.load({})
     nodes = []
     for node in (0, 1, 1):
@@ -458,8 +464,8 @@ def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
         nodes.append((files, CopyKeeper(node, files, settings, None)))
     secret = b"of this start of the workers, 32 bytes"
     endpoints = [keeper.listen(secret, "127.0.0.1") for _, keeper in nodes]
-    found = [endpoints[2], endpoints[1]]
-    nodes[0][1].give(lambda: found.pop() if len(found) > 1 else found[0])
+    receivers = [endpoints[2], endpoints[1]]
+    nodes[0][1].give(lambda: receivers.pop() if len(receivers) > 1 else receivers[0])
     yield nodes
     for files, keeper in nodes:
         keeper.close()
@@ -467,8 +473,8 @@ def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
 
 
 @pytest.fixture
-def own(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> Iterator[list[CopyFile]]:
-    """The files of the rank of the first node, as its worker has them open."""
+def first_files(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> Iterator[list[CopyFile]]:
+    """The files of the first node's rank, as its worker has opened them."""
     files = keepers[0][0].own()[0]
     yield files
     for file in files:
@@ -476,7 +482,7 @@ def own(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> Iterator[list[CopyFile]]
 
 
 def _of_other(files: CopyFiles, slot: int, size: int = 0) -> tuple[CopyHeader | None, bytes]:
-    """Return the header and the content of a copy of rank 0 that another node keeps."""
+    """Return the header and the content of rank 0's copy kept by another node."""
     with closing(files.other(0, slot)) as file:
         return file.header, file.read(0, size)
 
@@ -490,12 +496,12 @@ def _fill(file: CopyFile, step: int, body: bytes, digest: int | None = None) -> 
     return header
 
 
-def test_a_spare_node_keeps_what_the_lost_one_had(
-    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile]
+def test_a_spare_node_keeps_the_copies_of_the_lost_node(
+    keepers: list[tuple[CopyFiles, CopyKeeper]], first_files: list[CopyFile]
 ) -> None:
-    """Also copies that the lost one had: no worker makes a new one that would be the only one."""
-    (_, giver), _, (others, _) = keepers
-    first, second = own
+    """Also the existing copies, since no worker makes a new copy."""
+    (_, giver), _, (kept_by_spare, _) = keepers
+    first, second = first_files
     body = os.urandom(300_001)
     _fill(first, 2, body)
     giver.copied()
@@ -503,51 +509,55 @@ def test_a_spare_node_keeps_what_the_lost_one_had(
     of_lost, lost = keepers.pop(1)
     lost.close()
     of_lost.close()
-    waiting.until(lambda: _of_other(others, 0)[0] is not None, "the spare node has it")
+    waiting.until(lambda: _of_other(kept_by_spare, 0)[0] is not None, "the spare node has it")
     waiting.until(lambda: first.kept == 2, "which is known")
-    assert _of_other(others, 0, len(body))[1] == body
+    assert _of_other(kept_by_spare, 0, len(body))[1] == body
     header = _fill(second, 4, body)
     giver.copied()
     waiting.until(lambda: second.kept == 4, "the spare node has it")
-    assert _of_other(others, 1)[0] == header
+    assert _of_other(kept_by_spare, 1)[0] == header
 
 
-def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile]) -> None:
-    (_, giver), (others, _), _ = keepers
+def test_the_next_node_keeps_a_copy(
+    keepers: list[tuple[CopyFiles, CopyKeeper]], first_files: list[CopyFile]
+) -> None:
+    (_, giver), (kept_by_next, _), _ = keepers
     body = os.urandom(3_000_001)
     for number, step in enumerate((2, 4)):
-        header = _fill(own[number], step, body)
+        header = _fill(first_files[number], step, body)
         giver.copied()
-        waiting.until(lambda file=own[number], step=step: file.kept == step, "the next node has it")  # type: ignore[misc]
-        assert _of_other(others, number, len(body)) == (header, body)
-    assert _of_other(others, 0)[0] is not None  # the one before is still there
+        waiting.until(lambda file=first_files[number], step=step: file.kept == step, "the next node has it")  # type: ignore[misc]
+        assert _of_other(kept_by_next, number, len(body)) == (header, body)
+    assert _of_other(kept_by_next, 0)[0] is not None  # the previous copy is still there
 
 
 def test_a_copy_that_was_damaged_on_its_way_does_not_count(
-    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile], capfd: pytest.CaptureFixture[str]
+    keepers: list[tuple[CopyFiles, CopyKeeper]],
+    first_files: list[CopyFile],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (_, giver), (others, _), _ = keepers
-    first, second = own
+    (_, giver), (kept_by_next, _), _ = keepers
+    first, second = first_files
     _fill(first, 2, b"whole")
     giver.copied()
     waiting.until(lambda: first.kept == 2, "the next node has it")
     _fill(second, 4, b"other", digest=1)
     giver.copied()
-    said = [""]
+    outputs = [""]
 
     def is_said() -> bool:
-        said.append(said[-1] + capfd.readouterr().err)
-        return "checksum" in said[-1]
+        outputs.append(outputs[-1] + capfd.readouterr().err)
+        return "checksum" in outputs[-1]
 
     waiting.until(is_said, "it is told")
-    assert "[ttp] node 0: the next node keeps no new copies of this node's ranks" in "".join(said)
-    assert "(TTP_HOST_COPY): the copy of rank 0" in "".join(said)
-    assert (second.kept, _of_other(others, 1)[0]) == (-1, None)
-    assert _of_other(others, 0)[0] == first.header
+    assert "[ttp] node 0: the next node keeps no new copies of this node's ranks" in "".join(outputs)
+    assert "(TTP_HOST_COPY): the copy of rank 0" in "".join(outputs)
+    assert (second.kept, _of_other(kept_by_next, 1)[0]) == (-1, None)
+    assert _of_other(kept_by_next, 0)[0] == first.header
 
 
 @pytest.mark.parametrize(
-    ("is_spare", "left"),
+    ("is_spare", "remaining_step"),
     [
         pytest.param(True, 4, id="a spare node has no copy, so the older one is overwritten"),
         pytest.param(False, 2, id="the sender has overwritten its newer copy, and not the older one"),
@@ -555,13 +565,13 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
 )
 def test_a_copy_that_does_not_arrive_leaves_the_one_that_all_may_have(
     is_spare: bool,
-    left: int,
+    remaining_step: int,
     keepers: list[tuple[CopyFiles, CopyKeeper]],
-    own: list[CopyFile],
+    first_files: list[CopyFile],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (_, giver), (others, _), _ = keepers
-    old, new = reversed(own)
+    (_, giver), (kept_by_next, _), _ = keepers
+    old, new = reversed(first_files)
     for file, step in ((old, 2), (new, 4)):
         _fill(file, step, b"whole")
         giver.copied()
@@ -571,30 +581,32 @@ def test_a_copy_that_does_not_arrive_leaves_the_one_that_all_may_have(
     _fill(new, 6, b"other", digest=1)
     giver.copied()
     waiting.until(lambda: "checksum" in capfd.readouterr().err, "it is told")
-    kept = [header for header, _ in (_of_other(others, 0), _of_other(others, 1)) if header is not None]
-    assert [header.step for header in kept] == [left]
+    kept = [
+        header for header, _ in (_of_other(kept_by_next, 0), _of_other(kept_by_next, 1)) if header is not None
+    ]
+    assert [header.step for header in kept] == [remaining_step]
 
 
 def test_a_generation_that_ends_while_a_copy_is_sent(
-    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile], monkeypatch: pytest.MonkeyPatch
+    keepers: list[tuple[CopyFiles, CopyKeeper]], first_files: list[CopyFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end comes when a piece has just gone, and before the giver goes on."""
+    """It ends just after a piece was sent, before the sender continues."""
     files, giver = keepers.pop(0)
-    gone, asked = Event(), Event()
+    gone, ask_called = Event(), Event()
     ask = asyncio.run_coroutine_threadsafe
 
     async def drain(writer: asyncio.StreamWriter) -> None:
         gone.set()
-        assert asked.wait(LONG_S)
+        assert ask_called.wait(LONG_S)
 
     def asks(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
-        found = ask(work, loop)
-        asked.set()
-        return found
+        answer = ask(work, loop)
+        ask_called.set()
+        return answer
 
     monkeypatch.setattr(asyncio.StreamWriter, "drain", drain)
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", asks)
-    _fill(own[0], 2, b"whole")
+    _fill(first_files[0], 2, b"whole")
     giver.copied()
     assert gone.wait(LONG_S)
     with Thread(giver.close):
@@ -602,7 +614,7 @@ def test_a_generation_that_ends_while_a_copy_is_sent(
     files.close()
 
 
-# The store of the rendezvous hangs in it, and the generation ends.
+# The rendezvous store hangs while the generation ends.
 STORE_THAT_HANGS = """
 import json, threading
 from adaptor import config
@@ -628,35 +640,35 @@ def test_a_store_that_hangs_keeps_no_ttprun_from_its_end() -> None:
     assert subprocess.run(command, check=False, timeout=LONG_S).returncode == 0
 
 
-def test_entries_of_a_script_are_those_behind_the_step(made: Callable[[], CopyFile]) -> None:
-    """The script goes on counting while the copy is made."""
-    given, file = trainee(), made()
+def test_entries_of_a_script_are_those_behind_the_step(new_file: Callable[[], CopyFile]) -> None:
+    """The script keeps counting during the copy."""
+    source, file = trainee(), new_file()
     event = Event()
 
     def counts(mark: Any, timeout_s: float) -> bool:
-        given.state.extra["counted"] = 21
+        source.state.extra["counted"] = 21
         return True
 
-    given.device = SimpleNamespace(wait=counts, beside=HOST.beside, copy=HOST.copy)
-    copier = Copier(EVERY, 0, 1, "a", [file, made()], False, lambda step: event.set(), list)
-    copier.copy(given, record(20), None, is_intact=True)
+    source.device = SimpleNamespace(wait=counts, beside=HOST.beside, copy=HOST.copy)
+    copier = Copier(EVERY, 0, 1, "a", [file, new_file()], False, lambda step: event.set(), list)
+    copier.copy(source, record(20), None, is_intact=True)
     assert event.wait(60.0)
     header = file.header
     assert header is not None
     state = trainee().state
-    told = content.read(file.content[: header.size], state.optimizer, state.model)
-    assert (told.record.step, told.extra) == (20, {"counted": 20})
+    restored = content.read(file.content[: header.size], state.optimizer, state.model)
+    assert (restored.record.step, restored.extra) == (20, {"counted": 20})
 
 
 def test_entries_that_cannot_be_copied_are_named() -> None:
-    given = trainee()
-    given.state.extra["written by"] = Path("/")
+    source = trainee()
+    source.state.extra["written by"] = Path("/")
     with pytest.raises(TypeError, match="PosixPath cannot be passed on"):
-        content.take_extra(given)
+        content.take_extra(source)
 
 
 def test_the_newest_step_that_every_rank_of_a_node_has() -> None:
-    """Rank 1 overwrites its copy of step 4 with that of step 8 while rank 0 has it already."""
+    """Rank 1 overwrites its copy of step 4 with step 8 while rank 0 has step 8 already."""
     files = CopyFiles()
     files.begin([0, 1])
     assert files.newest(is_kept=False) is None

@@ -1,4 +1,4 @@
-"""Processes that the kernel has killed for want of memory."""
+"""Processes that the kernel killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptor.host_memory import OutOfMemoryKills
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A control group of version 2 with two processes, 70 and 71, and of which the kernel has killed one."""
+    """A version 2 control group with the processes 70 and 71; the kernel has killed one process."""
     group = tmp_path / "job" / "step"
     group.mkdir(parents=True)
     (group.parent / "memory.max").write_text(f"{1 << 30}\n")
@@ -34,14 +34,16 @@ def test_no_more_deaths_are_explained_than_the_kernel_has_killed(group: Path) ->
         kills.note(pid)
     assert kills.explain(70) == ""
     _kills(group, 2)
-    why = "killed by the kernel: out of memory, the limit of its control group is 1024 MiB, the peak 1000 MiB"
-    assert (kills.explain(71), kills.explain(72)) == (why, "")
+    reason = (
+        "killed by the kernel: out of memory, the limit of its control group is 1024 MiB, the peak 1000 MiB"
+    )
+    assert (kills.explain(71), kills.explain(72)) == (reason, "")
 
 
 def test_a_kill_before_a_new_process_is_not_its_own(group: Path) -> None:
     kills = OutOfMemoryKills()
     kills.note(70)
-    _kills(group, 2)  # a data loader
+    _kills(group, 2)  # a data loader was killed
     kills.note(71)
     assert kills.explain(71) == ""
 
@@ -57,8 +59,8 @@ def test_without_a_control_group_the_count_of_the_machine_explains_a_death(
     for pid in (70, 71):
         kills.note(pid)
     counts.write_text("nr_free_pages 7\noom_kill 4\n")
-    why = "killed by the kernel: out of memory, by the count of the whole machine"
-    assert (kills.explain(70), kills.explain(71)) == (why, "")
+    reason = "killed by the kernel: out of memory, by the count of the whole machine"
+    assert (kills.explain(70), kills.explain(71)) == (reason, "")
 
 
 def test_a_kernel_that_counts_nothing_explains_nothing(group: Path) -> None:

@@ -1,4 +1,4 @@
-"""A change of the script before an import is a difference to a spare; a change afterwards is none."""
+"""Changes that a script makes before an import count as differences for a spare; later changes do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decorated(wrapped):
 @decorated
 def own(): pass
 """
-# Modules that change what another one has.
+# Modules that change attributes of another module.
 CHANGES = "import there; there.function = print"
 WRAPS = """
 import functools, there
@@ -32,7 +32,7 @@ there.function = functools.wraps(there.function)(lambda: None)
 """
 THIRD = "from there import function"
 FILES = {"here": HERE, "there": THERE, "changes": CHANGES, "wraps": WRAPS, "third": THIRD}
-# Calls `tell` with each of the given values, in a fork of its own.
+# Calls `tell` with each of the values, in a fork.
 EACH = """
 import json, os, sys
 def tell_each(tell):
@@ -48,7 +48,7 @@ def tell_each(tell):
         assert os.waitpid(pid, 0)[1] == 0
 sys.path.insert(0, sys.argv[1])
 """
-# The processes of a job: a worker that runs a script and tells what it has imported, and a spare.
+# The processes of a job: a worker that runs a script and reports its imports, and a spare.
 WORKER = f"""{EACH}
 from adaptor import context
 from adaptor.worker import script_imports
@@ -81,17 +81,17 @@ def run(program: str, *arguments: object) -> str:
 
 
 def names_of(folder: Path, *scripts: str) -> list[dict[str, str]]:
-    """Return what each script has imported, in a worker of its own."""
+    """Return the imports of each script, each run in its own worker."""
     return [json.loads(line) for line in run(WORKER, folder, json.dumps(scripts)).splitlines()]
 
 
 def compared(folder: Path, *scripts: str) -> list[str]:
-    """Return what differs in processes that import what each script does, from those that run the scripts."""
+    """Return how processes with the same imports differ from the processes that run the scripts."""
     for name, source in FILES.items():
         (folder / f"{name}.py").write_text(source)
-    told = names_of(folder, *scripts)
-    assert all(names["there"] for names in told)
-    return [json.loads(line) for line in run(SPARE, folder, json.dumps(told)).splitlines()]
+    imported_names = names_of(folder, *scripts)
+    assert all(names["there"] for names in imported_names)
+    return [json.loads(line) for line in run(SPARE, folder, json.dumps(imported_names)).splitlines()]
 
 
 CHANGED_BEFORE = {
@@ -101,7 +101,7 @@ CHANGED_BEFORE = {
     "import here, wrapt; wrapt.wrap_function_wrapper(here, 'function', lambda *given: 0)": "there.function",
     "import here; here.Kept = type('Kept', (here.Kept,), {})": "there.Kept",
     "import here; here.Base = type('New', (), {})": "there.Base",
-    # Who looks it up gets the new one, in a spare as well, once it runs the script.
+    # A later lookup gets the new attribute, in a spare as well, once it runs the script.
     "import here; here.other = lambda: None": "",
     "import here; here.Kept.method = lambda self: None": "",
 }
@@ -156,7 +156,7 @@ spec.loader.exec_module(module)
 """
 
 
-def test_looking_loads_no_module_that_loads_late(tmp_path: Path) -> None:
+def test_comparing_loads_no_lazy_module(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "late.py").write_text(THIRD.replace("there", "here"))
     check = "assert 'here' not in sys.modules, 'it was loaded'"
@@ -166,7 +166,7 @@ def test_looking_loads_no_module_that_loads_late(tmp_path: Path) -> None:
 
 
 def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:
-    """What watches the imports is in no call while a module is imported, and leaves nothing behind."""
+    """The watcher of imports has no frame during an import, and leaves nothing behind."""
     (tmp_path / "inner.py").write_text("1 / 0\n")
     (tmp_path / "outer.py").write_text("import inner\n")
     script = (
@@ -182,14 +182,14 @@ def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:
 
 
 def test_objects_that_answer_nothing_are_left_out(tmp_path: Path) -> None:
-    """A module may have anything: the rest of it is compared all the same."""
+    """A module may hold any object: its other attributes are still compared."""
     odd = "class Odd(type):\n    __mro__ = property(lambda cls: 1 / 0)\n"
     change = "import here; here.odd = Odd('odd', (), {}); here.function = lambda: None; import there"
     assert compared(tmp_path, odd + change) == ["there.function"]
 
 
 def test_the_record_of_changed_variables_is_no_read_of_a_module() -> None:
-    """A spare would stop before the next module, as if that read what the script had set."""
+    """A spare would stop before the next module, as if it read the script's variable."""
     program = """
 import os
 from adaptor import context
@@ -208,7 +208,7 @@ print(reads, list(recorder.changed_variables()))
 
 
 def test_a_module_that_reads_all_variables_reads_the_watchdogs_of_a_worker(tmp_path: Path) -> None:
-    """The adaptor switches them off in a worker; that is no reason to leave out a module in a spare."""
+    """The adaptor disables them in a worker; a spare still imports such a module."""
     (tmp_path / "first.py").touch()
     (tmp_path / "reads_all.py").write_text(
         "import os; watchdog = dict(os.environ)['TORCH_NCCL_ENABLE_MONITORING']"
@@ -228,7 +228,7 @@ origins = {module: f"{folder}/{module}.py" for module in ("first", "reads_all")}
 imports = spare_imports._ImportsAsAWorker(Import((), origins, {}, {name: off}, ()))
 with spare_imports._reads_of(imports.note_read):
     ready = imports.run()
-# At a restart it is no reader of the variables that have changed; a module that asks for one of them is.
+# At a restart reading all variables does not count as reading the changed ones; asking for one does.
 before = dict(os.environ)
 now = {**before, "PATH": "/other"}
 print(ready.unfit, sys.modules["reads_all"].watchdog, imports.changed_read(before, now))

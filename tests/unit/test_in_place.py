@@ -1,4 +1,4 @@
-"""The holders of a group write its archives together, each its own shards, over a real gloo group."""
+"""The holders of a group write its archives together, each its shards, over a real gloo group."""
 
 from __future__ import annotations
 
@@ -43,22 +43,21 @@ FILES = ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt")
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two loaded values are the same, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, types.SimpleNamespace):
-        return same(vars(one), vars(other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, types.SimpleNamespace):
+        return same(vars(left), vars(right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
 
 
 @pytest.mark.parametrize("block", [BLOCK, 64], ids=["small-files", "many-blocks"])
 @pytest.mark.parametrize(("count", "writer"), [(1, 0), (2, 1), (4, 0), (4, 2)])
-def test_what_is_loaded_is_what_would_have_been_gathered(
+def test_the_loaded_values_equal_gathered_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, writer: int, block: int
 ) -> None:
     for module in (file_parts, in_place):
@@ -90,7 +89,7 @@ def test_tensors_that_shared_a_storage_still_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_tensor_without_elements_is_saved_like_others(tmp_path: Path, last: bool) -> None:
-    """As Transformer Engine gives one for each layer that has no state of fp8."""
+    """Transformer Engine gives such a tensor for each layer without fp8 state."""
     extra = {"nothing": torch.empty(0, dtype=torch.uint8), **({} if last else {"one": torch.ones(1)})}
 
     def ranks(index: int) -> Rank:
@@ -106,7 +105,7 @@ def test_a_tensor_without_elements_is_saved_like_others(tmp_path: Path, last: bo
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, AssertionError, AttributeError])
-def test_where_code_of_others_cannot_bear_stand_ins_the_shards_are_gathered(
+def test_code_that_refuses_stand_ins_leads_to_gathering(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -119,7 +118,7 @@ def test_where_code_of_others_cannot_bear_stand_ins_the_shards_are_gathered(
     assert _is_whole(tmp_path, written)
 
 
-class _Apart(Exception):
+class RankRefusedError(Exception):
     """The expected end of a rank."""
 
 
@@ -130,18 +129,20 @@ def _together(
     folders: tuple[Path, Path] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Rank 0 of the group writes and gives shard 0, rank 1 gives shard 1; `options` are those of rank 1."""
+    """Rank 0 writes and provides shard 0, rank 1 provides shard 1; `options` apply to rank 1."""
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir(exist_ok=True)
-    own, other = folders or (root, root)
+    writer_folder, holder_folder = folders or (root, root)
 
     def writer(group: Any) -> Any:
-        exchange = Exchange(group, 0, [[0, 1]], folder=own, on_not_finite=options.pop("doubt", _ignore))
+        exchange = Exchange(
+            group, 0, [[0, 1]], folder=writer_folder, on_not_finite=options.pop("doubt", _ignore)
+        )
         return state_writer.write_files(ranks(0).state, RECORD, exchange, root, 1)
 
     def holder(group: Any) -> Any:
         chosen = {key: value for key, value in options.items() if key != "doubt"}
-        exchange = Exchange(group, 1, [[0, 1]], folder=other, **chosen)
+        exchange = Exchange(group, 1, [[0, 1]], folder=holder_folder, **chosen)
         return state_writer.send_shards(ranks(1).state, 0, exchange)
 
     return together(tmp_path, [writer, holder])
@@ -158,7 +159,7 @@ def _files(tmp_path: Path) -> list[str]:
 def _is_whole(tmp_path: Path, written: Any) -> bool:
     publish.publish(tmp_path, 12, written.files, {}, 2)
     saved = load(tmp_path / "iter_0000012" / FILES[0])[0][DTYPES]
-    return all(torch.equal(saved[key], without_padding(whole)) for key, whole in whole_state().items())
+    return all(torch.equal(saved[key], without_padding(expected)) for key, expected in whole_state().items())
 
 
 def _empty(folder: Path) -> Path:
@@ -180,30 +181,30 @@ def _with_links(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("made", [Path, _empty, _with_other_files, _with_links])
+@pytest.mark.parametrize("make_folder", [Path, _empty, _with_other_files, _with_links])
 def test_a_holder_that_sees_another_folder_sends_its_shards(
-    tmp_path: Path, made: Callable[[Path], Path]
+    tmp_path: Path, make_folder: Callable[[Path], Path]
 ) -> None:
-    elsewhere = made(tmp_path / "elsewhere")
-    before = {path: path.read_bytes() for path in elsewhere.glob("*/*") if path.is_file()}
+    elsewhere = make_folder(tmp_path / "elsewhere")
+    contents = {path: path.read_bytes() for path in elsewhere.glob("*/*") if path.is_file()}
     written, sent = _together(tmp_path, folders=(tmp_path / "iter_0000012_tmp", elsewhere))
     assert sent is None
     assert all(entry.xxh3_128 is not None for entry in written.files), "one rank wrote them front to back"
     assert _is_whole(tmp_path, written)
-    if made is not _with_links:
-        assert {path: path.read_bytes() for path in before} == before, "nothing is written there"
+    if make_folder is not _with_links:
+        assert {path: path.read_bytes() for path in contents} == contents, "nothing is written there"
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_another_kernel_has_written_is_read_again(
+def test_writes_of_another_kernel_are_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """A shared file system may lose what two clients write to one page: then all shards are gathered."""
-    seen, write_all = in_place_holder.seen, file_parts.write_all
+    """A shared file system may lose writes of two clients to one page: then all shards are gathered."""
+    seen_by_kernel, write_all = in_place_holder.seen, file_parts.write_all
     main = {}
 
     def of_a_kernel(descriptor: int) -> Any:
-        answer = seen(descriptor)
+        answer = seen_by_kernel(descriptor)
         answer.kernel = str(main.setdefault(threading.get_ident(), len(main)))
         return answer
 
@@ -222,7 +223,7 @@ def test_what_another_kernel_has_written_is_read_again(
 def test_a_holder_that_is_done_hears_of_the_writer_in_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would take the writer for lost when the time of the group is over: another disk may be slow."""
+    """Otherwise it would time out while another disk is slow."""
     orders = _orders(monkeypatch)
     writers: set[Any] = set()
     rounds: list[bool] = []
@@ -253,10 +254,10 @@ def test_holders_hear_of_the_writer_while_it_reads_again(
 ) -> None:
     orders = _orders(monkeypatch)
     kernels = map(str, itertools.count())
-    seen = in_place_holder.seen
+    seen_by_kernel = in_place_holder.seen
 
     def of_a_kernel(descriptor: int) -> Any:
-        answer = seen(descriptor)
+        answer = seen_by_kernel(descriptor)
         answer.kernel = next(kernels)
         return answer
 
@@ -269,7 +270,7 @@ def test_holders_hear_of_the_writer_while_it_reads_again(
 
 
 def _orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
-    """Return the list of the orders that a holder receives from now on."""
+    """Return a list that collects the orders a holder receives."""
     orders: list[Order] = []
     receive = in_place_holder.receive
 
@@ -283,7 +284,7 @@ def _orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
     return orders
 
 
-def test_a_failure_without_words_is_named_by_both(tmp_path: Path) -> None:
+def test_a_failure_without_a_message_is_named_by_both(tmp_path: Path) -> None:
     class Short(Device):
         def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
             raise MemoryError
@@ -328,10 +329,10 @@ def test_a_writer_whose_disk_refuses_says_so_and_lets_the_holder_go(
 
 
 def test_a_holder_that_is_cancelled_at_any_time_leaves_no_files(tmp_path: Path) -> None:
-    """Its connection ends, as that of a process that dies; the writer removes what there is."""
+    """Its connection ends as at its death; the writer removes the files."""
     for allowed in range(20):
-        asked = iter(range(allowed))
-        options = {"cancelled": lambda asked=asked: next(asked, None) is None}
+        calls = iter(range(allowed))
+        options = {"cancelled": lambda calls=calls: next(calls, None) is None}
         (folder := tmp_path / str(allowed)).mkdir()
         written, sent = _together(folder, **options)
         if sent is None:
@@ -347,10 +348,10 @@ def test_a_writer_that_goes_away_at_any_time_ends_the_holder(tmp_path: Path) -> 
     for allowed in range(40):
         root = tmp_path / str(allowed) / "iter_0000012_tmp"
         root.mkdir(parents=True)
-        asked = iter(range(allowed))
+        calls = iter(range(allowed))
 
-        def writer(group: Any, root: Path = root, asked: Iterator[int] = asked) -> Any:
-            exchange = Exchange(group, 0, [[0, 1]], folder=root, cancelled=lambda: next(asked, None) is None)
+        def writer(group: Any, root: Path = root, calls: Iterator[int] = calls) -> Any:
+            exchange = Exchange(group, 0, [[0, 1]], folder=root, cancelled=lambda: next(calls, None) is None)
             return state_writer.write_files(Rank(0, 2).state, RECORD, exchange, root, 1)
 
         def holder(group: Any, root: Path = root) -> Any:
@@ -376,15 +377,15 @@ def test_a_shard_that_is_not_finite_is_doubted_and_nothing_stays(tmp_path: Path,
         return rank
 
     def refuse(what: str, ranks: Any) -> None:
-        raise _Apart(what, list(ranks))
+        raise RankRefusedError(what, list(ranks))
 
     written, sent = _together(tmp_path, ranks=ranks, doubt=refuse)
     assert sent is None
-    assert isinstance(written, _Apart)
+    assert isinstance(written, RankRefusedError)
     assert written.args == (f"shard 1 of 2 ({key}) is not finite", [1])
     assert _files(tmp_path) == []
-    (again := tmp_path / "again").mkdir()
-    as_it_is, _ = _together(again, ranks=ranks)
+    (second_folder := tmp_path / "again").mkdir()
+    as_it_is, _ = _together(second_folder, ranks=ranks)
     assert as_it_is.not_finite == f"shard 1 of 2 ({key}) is not finite"
 
 
@@ -399,7 +400,7 @@ def test_weights_that_are_too_large_for_their_dtype_are_named(tmp_path: Path) ->
     assert written.not_finite == "model.b is not finite"
 
 
-def test_a_part_that_nobody_has_written_is_found(tmp_path: Path) -> None:
+def test_an_unwritten_part_is_found(tmp_path: Path) -> None:
     layout: ArchiveLayout[Any] = ArchiveLayout({"a": torch.ones(9)}, lambda storage: None)
     exchange = Exchange(None, 0, [], folder=tmp_path)
     with (
@@ -411,16 +412,16 @@ def test_a_part_that_nobody_has_written_is_found(tmp_path: Path) -> None:
 
 
 def test_a_dump_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
-    """The peak is set back before it; the state has 96 MB, its copy with the weights would have 112."""
+    """The peak is reset first; the state has 96 MB, its copy with the weights would have 112 MB."""
     numel = 8 << 20
     rank = one_param(numel)
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
     Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
+    peak_before = peak()
     exchange = Exchange(None, 0, [[0]], folder=root)
     written = state_writer.write_files(rank.state, RECORD, exchange, root, 1)
-    assert peak() - before < 32 << 20
+    assert peak() - peak_before < 32 << 20
     assert sum(entry.bytes for entry in written.files) > 14 * numel
     saved = load(root / f"{FILES[0]}.1")[0][DTYPES]
     assert torch.equal(saved["exp_avg"], rank.states[rank.model.a]["exp_avg"])
@@ -453,18 +454,18 @@ def one_param(numel: int) -> Rank:
 
 
 def half(index: int, count: int, numel: int) -> Rank:
-    """Return one of `count` ranks, each with its shard of a model with one param."""
-    rank, own = one_param(numel), numel // count
+    """Return one of `count` ranks, each with a shard of a model with one param."""
+    rank, shard_numel = one_param(numel), numel // count
     param = rank.model.a
-    place = {"gbuf_local": types.SimpleNamespace(start=0, end=own)}
+    place = {"gbuf_local": types.SimpleNamespace(start=0, end=shard_numel)}
     rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": {param: place}}]}]
     rank.optimizer.data_parallel_group = types.SimpleNamespace(rank=lambda: index, size=lambda: count)
-    rank.states[param] = {key: torch.rand(own) for key in shards.KEYS}
+    rank.states[param] = {key: torch.rand(shard_numel) for key in shards.KEYS}
     return rank
 
 
 def test_shards_of_many_blocks_are_those_of_the_ranks(tmp_path: Path) -> None:
-    """Whole blocks go past the page cache where the disk lets them, and what is between them does not."""
+    """Whole blocks bypass the page cache where the disk allows, the bytes between them do not."""
     numel = 3 << 20
     ranks = [half(index, 2, numel) for index in range(2)]
     written, sent = _together(tmp_path, ranks=lambda index: ranks[index])
@@ -477,7 +478,7 @@ def test_shards_of_many_blocks_are_those_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_archives_of_more_than_four_gigabytes(tmp_path: Path) -> None:
-    """Sparse: sizes and places of more than 32 bits, as Python's and torch's own readers find them."""
+    """Sparse: Python's and torch's readers need sizes and offsets above 32 bits."""
     make: Any = torch.UntypedStorage
     big = torch.empty(0).set_(make(5 << 30), 0, (5 << 28,), (1,))
     value = {"first": torch.ones(2), "big": big, "last": torch.arange(3.0)}
@@ -502,7 +503,7 @@ def test_a_crc_is_that_of_zip_files_with_isal_and_without(monkeypatch: pytest.Mo
     data = bytes(range(251)) * 5000
     for view in (data, memoryview(data)[3:], b""):
         assert hashing.crc32(view, 77) == zlib.crc32(view, 77)
-    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if not installed
     assert hashing._fastest_crc32() is zlib.crc32
 
 
@@ -516,17 +517,17 @@ def test_checksums_of_parts_make_that_of_the_whole() -> None:
 
 def test_a_digest_does_not_depend_on_how_the_bytes_come() -> None:
     data = bytes(range(251)) * (3 * BLOCK // 251)
-    found = set()
+    digests = set()
     for size in (len(data), BLOCK, 1000003):
         digest = BlockDigest()
         for begin in range(0, len(data), size):
             digest.update(data[begin : begin + size])
-        found.add(digest.hexdigest())
-    assert len(found) == 1
+        digests.add(digest.hexdigest())
+    assert len(digests) == 1
 
 
-def test_what_is_told_of_numbers_that_are_not_finite_names_the_param() -> None:
-    """The range that is told is that of the param in the world tensor, not that of the block."""
+def test_the_report_of_non_finite_numbers_names_the_param() -> None:
+    """The reported range is the param's range in the world tensor, not the block's."""
     rank = Rank(0, 1, torch.float16)
     rank.states[rank.model.b]["param"][2] = 1e30
     region = file_parts.Region(0, 0, 0, 0, "param", "float16", 0, 24)
@@ -543,17 +544,17 @@ def test_what_is_told_of_numbers_that_are_not_finite_names_the_param() -> None:
 def test_a_slow_disk_shows_progress_at_least_once_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of blocks wait in the page cache: without a sync between them, the last one would write all."""
-    now, written, synced = [0.0], [0], []
+    """Parts of blocks wait in the page cache: without syncs between them the last sync would write all."""
+    clock, written, synced = [0.0], [0], []
 
     def sync(descriptor: int) -> None:
-        now[0] += 2.0
+        clock[0] += 2.0
         synced.append(written[0])
 
     def advance(count: int) -> None:
         written[0] += count
 
-    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(os, "fdatasync", sync)
     half = BLOCK // 2
     with (
@@ -563,5 +564,5 @@ def test_a_slow_disk_shows_progress_at_least_once_a_block(
         for number in range(6):
             writer.add_content(0, number * BLOCK, torch.full((half,), number, dtype=torch.uint8))
         assert writer.write_for(1000.0)
-    # Each is counted after its own sync.
+    # Each part counts after its own sync.
     assert synced == [half, 3 * half, 5 * half]

@@ -1,4 +1,4 @@
-"""A data file of torch.distributed.checkpoint that its holders write together, as torch itself loads it."""
+"""A data file of torch.distributed.checkpoint written together by its holders, as torch loads it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.unit.test_integrity import framework_checks
 COUNT = 2
 
 
-class Planner:
-    """Saves pieces of tensors: for each key the size of the whole, and its pieces by their offsets."""
+class PiecePlanner:
+    """Saves pieces of tensors: for each key the full size, and the pieces by offset."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[Sequence[int], dict[tuple[int, ...], Any]]], objects: Any
@@ -64,16 +64,16 @@ class Planner:
         return self._data[item.index]
 
 
-def saved(world: Mapping[str, torch.Tensor], cast: Callable[[Any, torch.dtype], Any]) -> Planner:
-    """Return what is saved of the state of one buffer, which is gathered or planned."""
+def saved(world: Mapping[str, torch.Tensor], cast: Callable[[Any, torch.dtype], Any]) -> PiecePlanner:
+    """Return the planner of one buffer's state, gathered or planned."""
     weights = cast(world["param"], torch.bfloat16)
     numel = weights.numel()
     rows = world["exp_avg"].view(-1, 64)
     first, second = torch.chunk(weights.view(2, -1), 2, 0)
     flat = {(0,): world["exp_avg_sq"][:100], (128,): world["exp_avg_sq"][128:]}
-    # Between two params a framework fills a bucket with a tensor of its own.
+    # Between two params a framework fills a bucket with its own tensor.
     flat[(100,)] = torch.empty_like(flat[0,][:28])
-    return Planner(
+    return PiecePlanner(
         {
             "gated": ((2, numel // 2), {(0, 0): first, (1, 0): second}),
             "rows": (rows.shape, {(0, 0): rows[:7], (7, 0): rows[7:]}),
@@ -88,7 +88,7 @@ def saved(world: Mapping[str, torch.Tensor], cast: Callable[[Any, torch.dtype], 
 
 
 def ranks_of(numel: int) -> list[Rank]:
-    """Return the holders of a state that is zero where no param lies."""
+    """Return the holders of a state that is zero outside of the params."""
     ranks = [half(index, COUNT, numel) for index in range(COUNT)]
     (first,) = ranks[0].states.values()
     first["exp_avg_sq"][100:128] = 0
@@ -104,15 +104,15 @@ def itself(value: Any) -> Any:
 
 
 def in_both_ways(
-    tmp_path: Path, ranks: Sequence[Rank], made: Callable[..., Planner], *, verify: bool = False
+    tmp_path: Path, ranks: Sequence[Rank], make_planner: Callable[..., PiecePlanner], *, verify: bool = False
 ) -> tuple[Path, Path]:
-    """Return a checkpoint that two holders have written in place, and one of which a rank had everything.
+    """Return a checkpoint written in place by two holders, and one written by a rank with all shards.
 
     Args:
-        tmp_path: of the test.
+        tmp_path: the test's folder.
         ranks: the holders.
-        made: returns what is saved, from the state, what casts it, and what is pickled for a value.
-        verify: whether digests are asked for, as with the framework's `--verify-integrity`.
+        make_planner: returns the planner for a state, a cast, and a function for pickled values.
+        verify: write digests, as with the framework's `--verify-integrity`.
     """
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
@@ -123,7 +123,7 @@ def in_both_ways(
         objects = dcp_layout.PlannedObjects(planned)
         world = planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]
         with planned.follow_copies():
-            part = dcp.RankPart(0, made(world, planned.cast, objects.token_for))
+            part = dcp.RankPart(0, make_planner(world, planned.cast, objects.token_for))
             layout = dcp_layout.lay_out(part, planned, objects)
         small: dict[str, Callable[[Any], Any]] = {part.part_file: part.write_part}
         if verify:
@@ -143,14 +143,14 @@ def in_both_ways(
     assert gathers is False, gathers
     assert not isinstance(written, Exception), written
     assert publish.publish(tmp_path, 12, written, {}, COUNT)
-    ours = tmp_path / "iter_0000012"
-    assert manifest.defects(ours) == []
+    own_folder = tmp_path / "iter_0000012"
+    assert manifest.defects(own_folder) == []
 
-    (other := tmp_path / "gathered/iter_0000012_tmp").mkdir(parents=True)
-    part = dcp.RankPart(0, made(world_of(ranks), torch.Tensor.to, itself))
-    entries = _written(other, {part.data_file: part.write_data, part.part_file: part.write_part})
-    publish.publish(other.parent, 12, entries, {}, COUNT)
-    return ours, other.parent / "iter_0000012"
+    (gathered_tmp := tmp_path / "gathered/iter_0000012_tmp").mkdir(parents=True)
+    part = dcp.RankPart(0, make_planner(world_of(ranks), torch.Tensor.to, itself))
+    entries = _written(gathered_tmp, {part.data_file: part.write_data, part.part_file: part.write_part})
+    publish.publish(gathered_tmp.parent, 12, entries, {}, COUNT)
+    return own_folder, gathered_tmp.parent / "iter_0000012"
 
 
 def _written(folder: Path, files: Mapping[str, Callable[[Any], Any]]) -> list[FileEntry]:
@@ -162,10 +162,10 @@ def _written(folder: Path, files: Mapping[str, Callable[[Any], Any]]) -> list[Fi
     return entries
 
 
-def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    assert list(ours) == list(theirs)
-    for key, value in theirs.items():
-        assert same(ours[key], value), key
+def assert_same(in_place: Mapping[str, Any], gathered: Mapping[str, Any]) -> None:
+    assert list(in_place) == list(gathered)
+    for key, value in gathered.items():
+        assert same(in_place[key], value), key
 
 
 def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
@@ -176,20 +176,20 @@ def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("numel", "block"), [(1 << 12, BLOCK), (1 << 12, 64), (3 << 20, BLOCK)])
-def test_torch_loads_what_it_would_have_loaded(
+def test_torch_loads_the_same_values_as_from_a_gathered_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int, block: int, verify: bool
 ) -> None:
     set_block(monkeypatch, block)
     folders = in_both_ways(tmp_path, ranks_of(numel), lambda *args: saved(*args[:2]), verify=verify)
-    ours, theirs = map(sharded.load, folders)
-    theirs["optimizer.distributed.exp_avg_sq"][100:128] = 0  # torch.empty
-    assert_same(ours, theirs)
+    in_place, gathered = map(sharded.load, folders)
+    gathered["optimizer.distributed.exp_avg_sq"][100:128] = 0  # torch.empty
+    assert_same(in_place, gathered)
     if verify:
         assert framework_checks(folders[0]) == [".metadata", "__0_0.distcp"]
 
 
-def test_a_byte_that_another_one_is_read_for_is_not_vouched_for(tmp_path: Path) -> None:
-    """For `--verify-integrity` the file is read once more: what is read has to be what was written."""
+def test_a_byte_that_is_read_back_differently_fails_the_save(tmp_path: Path) -> None:
+    """`--verify-integrity` reads the file once more: it must be as written."""
     rank = one_param(1 << 20)
     exchange = Exchange(None, 0, [[0]], folder=tmp_path)
     planned = PlannedTensors("meta")
@@ -209,38 +209,38 @@ def test_a_byte_that_another_one_is_read_for_is_not_vouched_for(tmp_path: Path) 
 
 
 def test_values_that_are_saved_as_objects_are_written_in_place(tmp_path: Path) -> None:
-    """As the framework saves the whole state of an optimizer (`dp_zero_gather_scatter`)."""
+    """As the framework saves the whole optimizer state (`dp_zero_gather_scatter`)."""
 
-    def made(world: Mapping[str, Any], cast: Any, saved_as: Callable[[Any], Any]) -> Planner:
+    def make_planner(world: Mapping[str, Any], cast: Any, saved_as: Callable[[Any], Any]) -> PiecePlanner:
         state = {
             "coalesced": True,
             0: {DTYPES: {key: world[key] for key in shards.KEYS} | {"numel": 1 << 12}},
         }
         part = [(world["param"][5:77].view(8, 9), torch.arange(3.0)), "text"]
         objects = {"state": [saved_as(state)], "part": [saved_as(part)], "other": [saved_as({"seed": 7})]}
-        return Planner({}, objects)
+        return PiecePlanner({}, objects)
 
-    folders = in_both_ways(tmp_path, ranks_of(1 << 12), made)
-    ours, theirs = map(sharded.load, folders)
-    assert_same(ours, theirs)
+    folders = in_both_ways(tmp_path, ranks_of(1 << 12), make_planner)
+    in_place, gathered = map(sharded.load, folders)
+    assert_same(in_place, gathered)
     (entry,) = [file for file in manifest.read(folders[0]).files if file.path == "__0_0.distcp"]
     assert entry.xxh3_128 is None, "no holder has the whole"
 
 
-def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
-    """Parts of tensors that nobody trains, which a framework saves by themselves, have 64 MB."""
+def test_frozen_tensors_are_not_copied(tmp_path: Path) -> None:
+    """Parts of untrained tensors, which a framework saves by themselves, have 64 MB."""
     frozen = torch.full((2, 8 << 20), 0.5)
     exchange = Exchange(None, 0, [[0]], folder=tmp_path)
     planned = PlannedTensors("meta")
-    planner = Planner({"gated": (frozen.shape, {(0, 0): frozen[:1], (1, 0): frozen[1:]})}, {})
+    planner = PiecePlanner({"gated": (frozen.shape, {(0, 0): frozen[:1], (1, 0): frozen[1:]})}, {})
     Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
+    peak_before = peak()
     part = dcp.RankPart(0, planner)
     layout = dcp_layout.lay_out(part, planned)
     with in_place.InPlace({part.data_file: layout}, [one_param(64).optimizer], exchange, 1) as archives:
         assert archives.write()
         (entry,) = archives.finish()
-    assert peak() - before < 32 << 20
+    assert peak() - peak_before < 32 << 20
     assert entry.bytes > frozen.nbytes
     with (tmp_path / entry.draft).open("rb") as file:
         (info,) = [entry for entry in layout.entries if entry.size == frozen.nbytes // 2][1:]
@@ -248,64 +248,64 @@ def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
         assert file.read(info.size) == frozen[1].numpy().tobytes()
 
 
-def test_it_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
-    """The peak is set back before it; the state has 96 MB, its copy with the weights would have 112."""
+def test_writing_in_place_needs_no_memory_for_a_copy(tmp_path: Path) -> None:
+    """The peak is reset first; the state has 96 MB, its copy with the weights would have 112 MB."""
     rank = one_param(8 << 20)
     exchange = Exchange(None, 0, [[0]], folder=tmp_path)
     Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
+    peak_before = peak()
     planned = PlannedTensors("meta")
     part = dcp.RankPart(0, saved(planned.state_of(rank.optimizer, 0)[0][DTYPES], planned.cast))
     layout = dcp_layout.lay_out(part, planned)
     with in_place.InPlace({part.data_file: layout}, [rank.optimizer], exchange, 1) as archives:
         assert archives.write()
         (entry,) = archives.finish()
-    assert peak() - before < 32 << 20
+    assert peak() - peak_before < 32 << 20
     assert entry.bytes > (2 + 4 + 4) * (8 << 20)  # the weights, and two of the states
 
 
 @pytest.mark.parametrize("prefix", ["", "chained_0."])
-def test_what_fills_a_bucket_is_known_for_each_optimizer_of_a_chain(prefix: str) -> None:
+def test_the_padding_of_a_bucket_is_known_for_each_optimizer_of_a_chain(prefix: str) -> None:
     planned = PlannedTensors("meta")
     world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]["exp_avg"]
     pieces = {(0,): world[64:100], (36,): torch.empty_like(world[:28]), (64,): world[128:]}
     key = f"{prefix}optimizer.distributed.bucket_idx_1.exp_avg"
-    part = dcp.RankPart(0, Planner({key: ((world.numel() - 64,), pieces)}, {}))
+    part = dcp.RankPart(0, PiecePlanner({key: ((world.numel() - 64,), pieces)}, {}))
     sources = [entry.content for entry in dcp_layout.lay_out(part, planned).entries]
-    found = [(source.begin, source.end) for source in sources if isinstance(source, Source)]
-    assert found == [(64, 100), (100, 128), (128, world.numel())]
+    ranges = [(source.begin, source.end) for source in sources if isinstance(source, Source)]
+    assert ranges == [(64, 100), (100, 128), (128, world.numel())]
 
 
-def _computed(world: Mapping[str, torch.Tensor]) -> Planner:
-    return Planner({"a": (world["param"].shape, {(0,): world["param"] * 1})}, {})
+def _computed(world: Mapping[str, torch.Tensor]) -> PiecePlanner:
+    return PiecePlanner({"a": (world["param"].shape, {(0,): world["param"] * 1})}, {})
 
 
-def _turned(world: Mapping[str, torch.Tensor]) -> Planner:
+def _turned(world: Mapping[str, torch.Tensor]) -> PiecePlanner:
     turned = world["param"].view(-1, 64).t()
-    return Planner({"a": (turned.shape, {(0, 0): turned})}, {})
+    return PiecePlanner({"a": (turned.shape, {(0, 0): turned})}, {})
 
 
-def _copied(world: Mapping[str, torch.Tensor]) -> Planner:
+def _copied(world: Mapping[str, torch.Tensor]) -> PiecePlanner:
     turned = world["param"].view(-1, 64).t().contiguous()
-    return Planner({"a": (turned.shape, {(0, 0): turned})}, {})
+    return PiecePlanner({"a": (turned.shape, {(0, 0): turned})}, {})
 
 
-def _pickled(world: Mapping[str, torch.Tensor]) -> Planner:
-    return Planner({}, {"a": [{"param": world["param"]}]})
+def _pickled(world: Mapping[str, torch.Tensor]) -> PiecePlanner:
+    return PiecePlanner({}, {"a": [{"param": world["param"]}]})
 
 
-def _of_two_buckets(world: Mapping[str, torch.Tensor]) -> Planner:
-    own = world["param"]
-    pieces = {(0,): own[:10], (10,): own[20:30], (20,): torch.empty_like(own[:5])}
-    return Planner({"optimizer.distributed.a": ((25,), pieces)}, {})
+def _of_two_buckets(world: Mapping[str, torch.Tensor]) -> PiecePlanner:
+    param = world["param"]
+    pieces = {(0,): param[:10], (10,): param[20:30], (20,): torch.empty_like(param[:5])}
+    return PiecePlanner({"optimizer.distributed.a": ((25,), pieces)}, {})
 
 
-@pytest.mark.parametrize("made", [_computed, _turned, _copied, _pickled, _of_two_buckets])
-def test_what_is_not_known_of_a_tensor_is_not_guessed(made: Callable[[Any], Planner]) -> None:
+@pytest.mark.parametrize("make_planner", [_computed, _turned, _copied, _pickled, _of_two_buckets])
+def test_unknown_tensors_are_not_planned(make_planner: Callable[[Any], PiecePlanner]) -> None:
     planned = PlannedTensors("meta")
     world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]
     with pytest.raises(CannotBePlanned):
-        dcp_layout.lay_out(dcp.RankPart(0, made(world)), planned)
+        dcp_layout.lay_out(dcp.RankPart(0, make_planner(world)), planned)
 
 
 def test_a_holder_sends_its_shards_where_nothing_can_be_laid_out(tmp_path: Path) -> None:
@@ -326,5 +326,5 @@ def test_a_holder_sends_its_shards_where_nothing_can_be_laid_out(tmp_path: Path)
 
     (state, _), gathers = together(tmp_path, [writer, holder])
     assert gathers is True
-    for key, whole in world_of(ranks).items():
-        assert torch.equal(state[0][DTYPES][key], whole)
+    for key, full in world_of(ranks).items():
+        assert torch.equal(state[0][DTYPES][key], full)

@@ -1,4 +1,6 @@
-"""What a framework does to stand-ins, as if done to the state itself: bit for bit, or it is gathered."""
+"""A framework's operations on stand-ins equal the operations on the state bitwise, or the shards are
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, 
 from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import Rank
 from tests.unit.test_in_place import DTYPES, half, one_param, same
-from tests.unit.test_in_place_dcp import Planner, set_block, world_of
+from tests.unit.test_in_place_dcp import PiecePlanner, set_block, world_of
 
 NUMEL = 240
 Tensors = Mapping[str, torch.Tensor]
@@ -33,7 +35,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _state() -> Any:
-    """Return a rank that has all of a state in which no two numbers are equal."""
+    """Return a rank with all shards of a state without equal numbers."""
     rank = one_param(NUMEL)
     for key in shards.KEYS:
         rank.states[rank.model.a][key] = torch.rand(NUMEL, generator=torch.Generator().manual_seed(7))
@@ -41,17 +43,17 @@ def _state() -> Any:
 
 
 def _written(make: Callable[[Tensors], Any], *, follow: bool = True, as_object: bool = False) -> Any:
-    """Return what torch loads of what was written in place. Raises CannotBePlanned."""
+    """Return the values that torch loads from the file written in place. Raises CannotBePlanned."""
     rank, planned = _state(), PlannedTensors("meta")
     world = planned.state_of(rank.optimizer, 0)[0][DTYPES]
     objects = dcp_layout.PlannedObjects(planned)
 
     def lay_out() -> Any:
-        made = make(world)
+        result = make(world)
         if as_object:
-            planner = Planner({}, {"a": [objects.token_for(made)]})
+            planner = PiecePlanner({}, {"a": [objects.token_for(result)]})
         else:
-            planner = Planner({"a": (made.shape, {(0,) * made.dim(): made})}, {})
+            planner = PiecePlanner({"a": (result.shape, {(0,) * result.dim(): result})}, {})
         part = dcp.RankPart(0, planner)
         return part, dcp_layout.lay_out(part, planned, objects)
 
@@ -75,11 +77,11 @@ def _expected(make: Callable[[Tensors], Any]) -> Any:
     return make({key: tensor.clone() for key, tensor in rank.states[rank.model.a].items()})
 
 
-def _is_bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # Copied, for a single element may have any step, also where it is contiguous.
-    flat = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1) for tensor in (one, other)]
+def _is_bitwise(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # Copy: a single element may have any stride, even when contiguous.
+    flat = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1) for tensor in (left, right)]
     flat = [tensor.view(torch.uint8) for tensor in flat]
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*flat)
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*flat)
 
 
 def _out(world: Tensors) -> torch.Tensor:
@@ -118,10 +120,9 @@ def _changed_through_a_view(world: Tensors) -> torch.Tensor:
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize(
-    "make",
-    [_out, _foreach, _bits, _bits_of_halves, _bits_turned, _changed_in_place, _changed_through_a_view],
+    "make", [_out, _foreach, _bits, _bits_of_halves, _bits_turned, _changed_in_place, _changed_through_a_view]
 )
-def test_what_is_no_copy_of_the_numbers_is_gathered(
+def test_results_other_than_copies_are_gathered(
     make: Callable[[Tensors], torch.Tensor], follow: bool
 ) -> None:
     with pytest.raises(CannotBePlanned):
@@ -133,12 +134,12 @@ def test_a_cast_has_the_order_and_the_rounding_of_its_tensor(rows: int, dtype: t
     planned = PlannedTensors("meta")
     (world,) = planned.state_of(_state().optimizer, 0)[0].values()
     half = world["param"] if rows > 1 else planned.cast(world["param"], torch.bfloat16)
-    made = planned.cast(half.view(rows, -1).t() if rows > 1 else half, dtype)
-    assert planned.range_of(made) is None
+    converted = planned.cast(half.view(rows, -1).t() if rows > 1 else half, dtype)
+    assert planned.range_of(converted) is None
 
 
 def test_the_archive_of_a_stand_in_that_was_changed_is_not_laid_out() -> None:
-    """Else whatever is in its memory would be saved."""
+    """Otherwise arbitrary memory would be saved."""
     planned = PlannedTensors()
     (world,) = planned.state_of(_state().optimizer, 0)[0].values()
     world["param"].mul_(2)
@@ -151,7 +152,7 @@ def _with_a_sum(world: Tensors) -> Any:
 
 
 class _Strange(dict[str, Any]):
-    """A kind of value that is not looked into."""
+    """A kind of value that the planner does not inspect."""
 
 
 def _in_another_kind_of_value(world: Tensors) -> Any:
@@ -168,24 +169,24 @@ def _bits_in_an_object(world: Tensors) -> Any:
 
 @pytest.mark.parametrize("make", [_with_a_sum, _in_another_kind_of_value, _as_parameter, _bits_in_an_object])
 def test_an_object_whose_content_is_not_known_is_gathered(make: Callable[[Tensors], Any]) -> None:
-    """torch pickles a tensor without memory as one: a load would have brought nothing of it."""
+    """torch pickles a tensor without memory as such: a load would restore nothing."""
     with pytest.raises(CannotBePlanned):
         _written(make, as_object=True)
 
 
 def test_an_object_has_tensors_of_all_kinds_twice() -> None:
     def make(world: Tensors) -> Any:
-        own = torch.arange(6.0).view(2, 3).t()
-        known = [world["param"], world["param"][3:9], world["param"][:0], world["exp_avg"].view(20, 12)]
-        others = [
-            own,
-            own,
+        computed = torch.arange(6.0).view(2, 3).t()
+        world_views = [world["param"], world["param"][3:9], world["param"][:0], world["exp_avg"].view(20, 12)]
+        other_values = [
+            computed,
+            computed,
             torch.tensor([True, False]),
             torch.empty(0),
             torch.tensor(7),
-            own.to(torch.bfloat16),
+            computed.to(torch.bfloat16),
         ]
-        return {"known": known, "again": known, "others": (others, "text", None)}
+        return {"known": world_views, "again": world_views, "others": (other_values, "text", None)}
 
     assert same(_written(make, as_object=True), _expected(make))
 
@@ -193,15 +194,15 @@ def test_an_object_has_tensors_of_all_kinds_twice() -> None:
 def test_a_part_of_one_element_is_written_in_place_whatever_its_step() -> None:
     frozen = torch.arange(240.0).view(20, 12)
     parts = {(0,): frozen[3:4, 5], (1,): frozen[:0, 5], (2,): frozen[7:8, 1]}
-    part = _Placed(0, Planner({"frozen": ((3,), parts)}, {}))
+    part = _Placed(0, PiecePlanner({"frozen": ((3,), parts)}, {}))
     layout = dcp_layout.lay_out(part, PlannedTensors("meta"))
     with tempfile.TemporaryDirectory() as folder:
         content = _by_several(layout, [one_param(NUMEL)], Path(folder) / "file")
-    for (start, length), own in zip(part.places, parts.values(), strict=True):
-        assert _is_bitwise(torch.load(io.BytesIO(content[start : start + length])), own)
+    for (start, length), part_tensor in zip(part.places, parts.values(), strict=True):
+        assert _is_bitwise(torch.load(io.BytesIO(content[start : start + length])), part_tensor)
 
 
-# Each from a number in [0, 1): what becomes of a tensor; a step that it cannot take leaves it as it is.
+# Operations on a tensor, with a parameter in [0, 1); an inapplicable operation returns the tensor unchanged.
 def _dimension(tensor: torch.Tensor, part: float) -> int:
     return min(int(part * tensor.dim()), tensor.dim() - 1)
 
@@ -262,7 +263,7 @@ SHAPES = [(NUMEL,), (20, 12), (3, 20, 4), (2, 5, 6, 4)]
     st.lists(st.tuples(st.sampled_from(STEPS), st.floats(0, 1, exclude_max=True)), max_size=6),
     st.booleans(),
 )
-def test_whatever_becomes_of_a_tensor_is_what_torch_makes_of_it_or_is_gathered(
+def test_any_operations_give_torch_s_result_or_are_gathered(
     shape: Sequence[int], steps: Sequence[tuple[Callable[..., torch.Tensor], float]], is_last_copied: bool
 ) -> None:
     def make(world: Tensors) -> torch.Tensor:
@@ -279,7 +280,7 @@ def test_whatever_becomes_of_a_tensor_is_what_torch_makes_of_it_or_is_gathered(
 
 
 class _Placed(dcp.RankPart):
-    """Knows the place and the length of each item, in their order."""
+    """Records the place and the length of each item, in order."""
 
     def __init__(self, rank: int, planner: Any) -> None:
         super().__init__(rank, planner)
@@ -290,12 +291,12 @@ class _Placed(dcp.RankPart):
 
 
 def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Path) -> bytes:
-    """Return the file that these ranks write, each the shards that it has, in turns."""
+    """Return the file that these ranks write in turns, each with its shards."""
     regions = []
     for entry in layout.entries:
-        if isinstance(one := entry.content, Source):
-            dtype = str(one.dtype).removeprefix("torch.")
-            place = one.position, one.number, one.key, dtype, one.begin, one.end, one.view
+        if isinstance(source := entry.content, Source):
+            dtype = str(source.dtype).removeprefix("torch.")
+            place = source.position, source.number, source.key, dtype, source.begin, source.end, source.view
             regions.append(Region(0, entry.begin, *place))
     parts: list[WrittenPart] = []
     with file.open("w+b") as opened, contextlib.ExitStack() as stack:
@@ -313,11 +314,14 @@ def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Pat
         parts.sort(key=lambda part: part.at)
         crcs = []
         for entry in layout.entries:
-            own = [part for part in parts if entry.begin <= part.at < entry.begin + entry.size]
-            places = [entry.begin, *itertools.chain.from_iterable((p.at, p.at + p.size) for p in own)]
+            parts_of_entry = [part for part in parts if entry.begin <= part.at < entry.begin + entry.size]
+            places = [
+                entry.begin,
+                *itertools.chain.from_iterable((p.at, p.at + p.size) for p in parts_of_entry),
+            ]
             places.append(entry.begin + entry.size)
             assert places[::2] == places[1::2], "each byte is written, by one rank"
-            crcs.append(join_crcs([(part.crc, part.size) for part in own]))
+            crcs.append(join_crcs([(part.crc, part.size) for part in parts_of_entry]))
         for at, data in layout.around(crcs):
             os.pwrite(opened.fileno(), data, at)
     return file.read_bytes()
@@ -336,28 +340,30 @@ def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Pat
         max_size=5,
     ),
 )
-def test_several_ranks_write_what_one_would_have_saved(
-    count: int, block: int, wanted: Sequence[tuple[str, Sequence[int], Sequence[tuple[Any, float]]]]
+def test_several_ranks_write_the_same_file_as_one_rank(
+    count: int, block: int, copies: Sequence[tuple[str, Sequence[int], Sequence[tuple[Any, float]]]]
 ) -> None:
     ranks = [half(index, count, NUMEL) for index in range(count)]
     for number, rank in enumerate(ranks):
-        made = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number)
         for key in shards.KEYS:
-            rank.states[rank.model.a][key] = torch.rand(NUMEL // count, generator=made)
+            rank.states[rank.model.a][key] = torch.rand(NUMEL // count, generator=generator)
 
     def tensors(world: Tensors) -> Mapping[str, Any]:
-        found = {"mine": ((3, 5), {(0, 0): torch.arange(15.0).view(3, 5)[:2], (2, 0): torch.ones(1, 5)})}
-        for number, (key, shape, steps) in enumerate(wanted):
+        tensors_by_name = {
+            "mine": ((3, 5), {(0, 0): torch.arange(15.0).view(3, 5)[:2], (2, 0): torch.ones(1, 5)})
+        }
+        for number, (key, shape, steps) in enumerate(copies):
             tensor = world[key].view(*shape)
             for step, part in steps:
                 tensor = step(tensor, part)
             tensor = tensor.contiguous()
-            found[f"{number}"] = tensor.shape, {(0,) * tensor.dim(): tensor}
-        return found
+            tensors_by_name[f"{number}"] = tensor.shape, {(0,) * tensor.dim(): tensor}
+        return tensors_by_name
 
     planned = PlannedTensors("meta")
     with planned.follow_copies():
-        part = _Placed(0, Planner(tensors(planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]), {}))
+        part = _Placed(0, PiecePlanner(tensors(planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]), {}))
         try:
             layout = dcp_layout.lay_out(part, planned)
         except CannotBePlanned:
@@ -365,7 +371,7 @@ def test_several_ranks_write_what_one_would_have_saved(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         set_block(patch, block)
         content = _by_several(layout, ranks, Path(folder) / "file")
-    rank_part = dcp.RankPart(0, Planner(tensors(world_of(ranks)), {}))
+    rank_part = dcp.RankPart(0, PiecePlanner(tensors(world_of(ranks)), {}))
     for (start, length), (item, expected) in zip(part.places, rank_part.contents(), strict=True):
         loaded = torch.load(io.BytesIO(content[start : start + length]), weights_only=True)
         assert _is_bitwise(loaded, expected), item.index
@@ -373,7 +379,7 @@ def test_several_ranks_write_what_one_would_have_saved(
 
 @pytest.mark.parametrize("step", [_transposed, _narrowed, _selected, _each_second, _windows, _halved])
 def test_most_copies_are_known(step: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-    """So what is compared above is not only that it was gathered."""
+    """Show that the comparison above does not only see gathered results."""
 
     def make(world: Tensors) -> torch.Tensor:
         return step(world["param"].view(3, 20, 4), 0.4).contiguous()

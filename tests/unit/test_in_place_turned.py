@@ -1,4 +1,4 @@
-"""Weights that a framework turns round before it saves them, as their holders write them in place."""
+"""Weights that a framework transposes before saving, written in place by their holders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from adaptor.checkpoint.shards import Exchange
 from adaptor.devices.device import Device
 from tests.faults import sharded
 from tests.unit.test_in_place import DTYPES, half, one_param
-from tests.unit.test_in_place_dcp import Planner, assert_same, in_both_ways, ranks_of, set_block
+from tests.unit.test_in_place_dcp import PiecePlanner, assert_same, in_both_ways, ranks_of, set_block
 
 EXPERTS, ROWS, COLUMNS = 3, 20, 64
-# The shards of two ranks meet in the second expert.
+# The boundary between two ranks' shards lies in the second expert.
 BEGIN = 100
 Tensors = Mapping[str, torch.Tensor]
 Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -39,7 +39,7 @@ def _whole(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _all_experts(world: Tensors, cast: Cast) -> dict[str, Any]:
-    """As an expert layer of a grouped GEMM does, its optimizer's state too."""
+    """As in a grouped-GEMM expert layer, with its optimizer state."""
     weights = _matrices(cast(world["param"], torch.bfloat16)).transpose(-1, -2).contiguous()
     state = _matrices(world["exp_avg"]).transpose(-1, -2).contiguous()
     return _whole("weights", weights) | _whole("state", state)
@@ -70,7 +70,7 @@ def _cast_behind_the_copy(world: Tensors, cast: Cast) -> dict[str, Any]:
 
 
 def _in_order_after_all(world: Tensors, cast: Cast) -> dict[str, Any]:
-    """Copies of copies: the rows are where they were."""
+    """Copies of copies: the rows end up in their old order."""
     return _whole("back", _matrices(world["param"]).transpose(1, 2).contiguous()[1].clone())
 
 
@@ -79,16 +79,16 @@ def _in_order_after_all(world: Tensors, cast: Cast) -> dict[str, Any]:
     "turned",
     [_all_experts, _each_expert, _pieces_of_a_copy, _columns, _cast_behind_the_copy, _in_order_after_all],
 )
-def test_torch_loads_what_it_would_have_loaded(
+def test_torch_loads_the_same_values_as_from_a_gathered_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: Callable[[Tensors, Cast], Any], block: int
 ) -> None:
     set_block(monkeypatch, block)
 
-    def made(world: Tensors, cast: Cast, saved_as: Any) -> Planner:
-        return Planner(turned(world, cast), {})
+    def planner(world: Tensors, cast: Cast, saved_as: Any) -> PiecePlanner:
+        return PiecePlanner(turned(world, cast), {})
 
-    ours, theirs = map(sharded.load, in_both_ways(tmp_path, ranks_of(1 << 12), made))
-    assert_same(ours, theirs)
+    in_place, gathered = map(sharded.load, in_both_ways(tmp_path, ranks_of(1 << 12), planner))
+    assert_same(in_place, gathered)
 
 
 def _changed(world: Tensors) -> torch.Tensor:
@@ -116,22 +116,22 @@ def _filled(world: Tensors) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "made", [_changed, _rounded_twice, _in_the_order_of_its_memory, _repeated, _no_view, _filled]
+    "make", [_changed, _rounded_twice, _in_the_order_of_its_memory, _repeated, _no_view, _filled]
 )
-def test_what_is_not_known_of_a_copy_is_not_guessed(made: Callable[[Tensors], torch.Tensor]) -> None:
+def test_unknown_copies_are_not_planned(make: Callable[[Tensors], torch.Tensor]) -> None:
     def tensors(world: Tensors) -> dict[str, Any]:
-        # Beside what is flat a tensor of an unknown content could be padding.
+        # Next to flat tensors a tensor of unknown content could pass as padding.
         flat = {"optimizer.distributed.a": ((1 << 12,), {(0,): world["param"][:9]})}
-        return flat | _whole("a", made(world))
+        return flat | _whole("a", make(world))
 
     with pytest.raises(CannotBePlanned):
         _lay_out(tensors)
 
 
-def test_a_stand_in_that_was_changed_is_no_padding() -> None:
+def test_a_changed_stand_in_is_no_padding() -> None:
     def tensors(world: Tensors) -> dict[str, Any]:
-        own = world["param"][9:20].clone().mul_(2)
-        return {"optimizer.distributed.a": ((20,), {(0,): world["param"][:9], (9,): own})}
+        changed = world["param"][9:20].clone().mul_(2)
+        return {"optimizer.distributed.a": ((20,), {(0,): world["param"][:9], (9,): changed})}
 
     with pytest.raises(CannotBePlanned):
         _lay_out(tensors)
@@ -141,7 +141,7 @@ def _lay_out(tensors: Callable[[Tensors], dict[str, Any]]) -> None:
     planned = PlannedTensors("meta")
     world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]
     with planned.follow_copies():
-        dcp_layout.lay_out(dcp.RankPart(0, Planner(tensors(world), {})), planned)
+        dcp_layout.lay_out(dcp.RankPart(0, PiecePlanner(tensors(world), {})), planned)
 
 
 def test_runs_are_those_that_lie_in_the_range() -> None:
@@ -153,13 +153,15 @@ def test_runs_are_those_that_lie_in_the_range() -> None:
     for low, high in ((0, len(tensor)), (BEGIN, BEGIN + 1), (1500, 2222), (1403, 2777), (len(tensor), 9999)):
         runs = list(strided.runs(low, high))
         assert strided.count_runs(low, high) == len(runs)
-        held = [int(place) for first, last in runs for place in strided.places(first, last)]
-        assert held == [place for place in flat.tolist() if low <= place < high]
-        assert all(one < other for (_, one), (other, _) in itertools.pairwise(runs)), "joined"
+        positions = [int(place) for first, last in runs for place in strided.places(first, last)]
+        assert positions == [place for place in flat.tolist() if low <= place < high]
+        assert all(
+            previous_end < next_start for (_, previous_end), (next_start, _) in itertools.pairwise(runs)
+        ), "joined"
 
 
 def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each row, where a shard ends in the middle of the matrix."""
+    """A shard that ends inside the matrix has one run per row."""
     optimizers = [half(0, 2, 1 << 12).optimizer]
     source = Source(0, 0, "param", 0, 1 << 12, torch.float32, ((64, 1), (64, 64)))
     monkeypatch.setattr(planned_tensors, "_MOST_RUNS", 128)
@@ -170,7 +172,7 @@ def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Far(Device):
-    """A device that counts what is brought from it, and the most that is held on the host at a time."""
+    """A device that counts the bytes copied from it, and the most elements held on the host."""
 
     def __init__(self) -> None:
         self.brought: list[int] = []
@@ -181,8 +183,8 @@ class _Far(Device):
         self.brought.append(tensor.numel())
         copy = tensor.clone()
         self._copies.append(weakref.ref(copy))
-        held = [one for reference in self._copies if (one := reference()) is not None]
-        self.most = max(self.most, sum(one.numel() for one in held))
+        live_copies = [live for reference in self._copies if (live := reference()) is not None]
+        self.most = max(self.most, sum(live.numel() for live in live_copies))
         return copy
 
 
@@ -208,13 +210,13 @@ def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_tol
 
 
 def _written(file: Path, device: Device, rank: Any, *views: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """Return what a rank with all shards writes of views of its param, one behind the other.
+    """Return the file that a rank with all shards writes for views of its param, one after the other.
 
     Args:
-        file: that is written.
-        device: that has the state.
-        rank: with one param, in one tensor or several.
-        views: of a tensor of the size of the world tensor.
+        file: the written file.
+        device: the device of the state.
+        rank: a rank with one param, in one tensor or several.
+        views: views of a tensor with the world tensor's size.
         block: the size of a block.
     """
     regions, at = [], 0
@@ -223,11 +225,11 @@ def _written(file: Path, device: Device, rank: Any, *views: torch.Tensor, block:
         begin, span = view.storage_offset(), 1 + sum((size - 1) * step for size, step in dimensions)
         regions.append(file_parts.Region(0, at, 0, 0, "param", "float32", begin, begin + span, dimensions))
         at += view.numel() * 4
-    own = own_readers([rank.optimizer], exchange := Exchange(None, 0, [[0]], device=device))
+    readers = own_readers([rank.optimizer], exchange := Exchange(None, 0, [[0]], device=device))
     with file.open("w+b") as opened, pytest.MonkeyPatch.context() as patch:
         set_block(patch, block)
         with file_parts.PartWriter([opened.fileno()], exchange) as writer:
-            writer.add_shards(regions, [rank.optimizer], own)
+            writer.add_shards(regions, [rank.optimizer], readers)
             assert writer.write_for(60.0)
             parts = sorted((part.at, part.at + part.size) for part in writer.parts)
     edges = [0, *itertools.chain.from_iterable(parts), at]
@@ -237,7 +239,7 @@ def _written(file: Path, device: Device, rank: Any, *views: torch.Tensor, block:
 
 @pytest.mark.parametrize("block", [BLOCK, 4096])
 def test_one_matrix_is_on_the_host_at_a_time(tmp_path: Path, block: int) -> None:
-    """Also where there are many weights, and the parts of blocks are written before the blocks."""
+    """Also with many weights, and when the parts of blocks are written before the blocks."""
     rank, device = one_param(1 << 14), _Far()
     world = torch.rand(1 << 14)
     rank.states[rank.model.a]["param"] = world
@@ -249,7 +251,7 @@ def test_one_matrix_is_on_the_host_at_a_time(tmp_path: Path, block: int) -> None
 
 
 def test_matrices_that_lie_in_each_other_are_brought_together(tmp_path: Path) -> None:
-    """As each of them spans nearly all, each would bring it again."""
+    """Each spans nearly all elements, and would copy them again."""
     rank, device = one_param(1 << 14), _Far()
     world = torch.rand(1 << 14)
     rank.states[rank.model.a]["param"] = world

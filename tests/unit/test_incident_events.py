@@ -1,4 +1,4 @@
-"""The report of an incident: what of it is a line of the log."""
+"""The lines of an incident's report in the agent's log."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tests.unit.threads import LONG_S
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_what_every_rank_does_is_for_debugging(
+def test_events_of_every_rank_are_debug_lines(
     level: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are thousands of ranks, a line for each would keep orders back."""
+    """With thousands of ranks a line for each would delay the orders."""
     monkeypatch.setattr(logging.getLogger("adaptor"), "propagate", True)
     caplog.set_level(level, "adaptor")
     board = BoardRecord(1, 1, Phase.RUNNING, 5, 5, 5)
@@ -46,11 +46,11 @@ def test_what_every_rank_does_is_for_debugging(
     report.record_message(0, Frozen(1, 1, board))
     report.record_order(0, None, Prepare(1, "/save", 5))
     report.record_order(0, 1, Exit(1))
-    said = ["rank 0: fault-noticed status -9, RUNNING after step 5", "node 0: prepare step 5"]
+    expected = ["rank 0: fault-noticed status -9, RUNNING after step 5", "node 0: prepare step 5"]
     if level == logging.DEBUG:
-        said[1:1] = ["rank 1: freeze ", "rank 1: frozen RUNNING after step 5"]
-        said.append("rank 1: exit ")
-    assert caplog.messages == said
+        expected[1:1] = ["rank 1: freeze ", "rank 1: frozen RUNNING after step 5"]
+        expected.append("rank 1: exit ")
+    assert caplog.messages == expected
 
 
 @pytest.mark.robustness(
@@ -84,11 +84,11 @@ def test_the_fault_of_the_report_is_that_of_the_verdict(tmp_path: Path) -> None:
 
 
 def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Path) -> None:
-    """What is told of it later is in no report of the next one."""
+    """Later events are in no report of the next incident."""
     report = IncidentReport(JobFiles(str(tmp_path)))
     board = BoardRecord(1, 7, Phase.RUNNING, 5, 5)
     fault = Fault("SIGKILL", 5, (1,), 7, "host")
-    told = []
+    reports = []
     for number in (1, 2):
         report.record_message(0, Dying(1, 2.0, board))
         report.record_message(0, Died(1, -9, 3.0, board))
@@ -97,22 +97,22 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
         report.record_message(0, Hello(1, 8))
         report.record_message(0, Joined(0, number, 1, 5, "same"))
         line = f"rank 1 was ended by SIGKILL; replaced by pid {number}"
-        for node in (0, 1):  # every agent is told
+        for node in (0, 1):  # every agent gets it
             report.record_order(node, None, Recovered(number, 5, line, fault, (1,)))
         report.record_message(0, Frozen(0, number, board))
         assert output.drain(LONG_S)
-        told.append(json.loads(Path(report.path).read_text()))
-    assert [(one["incident"], one["reason"]) for one in told] == [
+        reports.append(json.loads(Path(report.path).read_text()))
+    assert [(written["incident"], written["reason"]) for written in reports] == [
         (1, "rank 1 was ended by SIGKILL; replaced by pid 1"),
         (2, "rank 1 was ended by SIGKILL; replaced by pid 2"),
     ]
-    for one in told:
-        assert (one["verdict"], one["blamed"], one["pid"], one["step"]) == (
+    for written in reports:
+        assert (written["verdict"], written["blamed"], written["pid"], written["step"]) == (
             "recovered",
             1,
             7,
             5,
         )
         kinds = ["fault-noticed", "died", "freeze", "replace", "started", "joined", "recovered"]
-        assert [event["type"] for event in one["events"]] == kinds
+        assert [event["type"] for event in written["events"]] == kinds
     assert report.next_incident == 3

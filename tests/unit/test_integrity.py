@@ -1,4 +1,4 @@
-"""`integrity.json`, as Megatron-LM's `--verify-integrity` makes and checks it since core 0.17."""
+"""`integrity.json`, which Megatron-LM's `--verify-integrity` writes and checks since core 0.17."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FINAL = naming.final_name(STEP)
 
 
 def framework_checks(folder: Path) -> list[str]:
-    """The names that its `verify_integrity_manifest` compares; it raises where one is missing or differs."""
-    said = json.loads((folder / "integrity.json").read_text())
-    assert said["algorithm"] == "sha256"
-    for name, digest in said["files"].items():
+    """Check the digests as `verify_integrity_manifest` does; return the names of the files."""
+    integrity = json.loads((folder / "integrity.json").read_text())
+    assert integrity["algorithm"] == "sha256"
+    for name, digest in integrity["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
-    return list(said["files"])
+    return list(integrity["files"])
 
 
 def _framework_saves(folder: Path) -> None:
-    """What its `save_integrity_manifest` does in the folder of a save."""
+    """Write the file as `save_integrity_manifest` does in the folder of a save."""
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
@@ -41,7 +41,7 @@ def _framework_saves(folder: Path) -> None:
 
 
 def _dump(folder: Path) -> list[FileEntry]:
-    """The files of two writers, as those of last words."""
+    """Return the files of two writers, as in last words."""
     entries = []
     for number, planner in enumerate(test_checkpoint_dcp.HALVES):
         part = dcp.RankPart(planner.rank, planner)
@@ -56,17 +56,13 @@ def _dump(folder: Path) -> list[FileEntry]:
     return entries
 
 
-def test_last_words_have_what_the_framework_checks(tmp_path: Path) -> None:
+def test_last_words_pass_verify_integrity(tmp_path: Path) -> None:
     entries = _dump(publish.prepare(tmp_path, STEP))
     assert publish.publish(tmp_path, STEP, entries, {}, 11)
     names = [".metadata", "__10_0.distcp", "__2_0.distcp", "metadata.json"]
     assert framework_checks(tmp_path / FINAL) == names
     assert manifest.defects(tmp_path / FINAL) == []
-    assert {path.name for path in (tmp_path / FINAL).iterdir()} == {
-        *names,
-        "integrity.json",
-        naming.MANIFEST,
-    }
+    assert {path.name for path in (tmp_path / FINAL).iterdir()} == {*names, "integrity.json", naming.MANIFEST}
 
 
 @pytest.mark.parametrize("last", ["_drop_others", "move_in", "_tell_tracker"])
@@ -87,7 +83,7 @@ def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest.defects(tmp_path / FINAL) == []
 
 
-def test_a_part_that_is_not_what_was_reported(tmp_path: Path) -> None:
+def test_a_part_that_differs_from_its_report_is_refused(tmp_path: Path) -> None:
     folder = publish.prepare(tmp_path, STEP)
     entries = _dump(folder)
     part = next(entry for entry in entries if entry.path == ".integrity.2")
@@ -96,8 +92,8 @@ def test_a_part_that_is_not_what_was_reported(tmp_path: Path) -> None:
         publish.publish(tmp_path, STEP, entries, {}, 2)
 
 
-def test_a_regular_save_lists_no_file_that_goes(tmp_path: Path) -> None:
-    """The framework lists the notes of checksums, too, which are no part of the checkpoint."""
+def test_a_regular_save_lists_no_temporary_file(tmp_path: Path) -> None:
+    """The framework also lists the notes of checksums, which are no part of the checkpoint."""
     regular_folder.prepare_regular(tmp_path, STEP)
     folder = tmp_path / naming.regular_name(STEP)
     (folder / "__0_0.distcp").write_bytes(b"tensors")
@@ -111,7 +107,7 @@ def test_a_regular_save_lists_no_file_that_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[1", b'{"algorithm": "md5", "files": {"a": 1}}'])
-def test_a_file_of_another_form_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_unknown_form_is_left_unchanged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "integrity.json").write_bytes(content)
     regular_folder.settle_integrity(tmp_path)
     assert (tmp_path / "integrity.json").read_bytes() == content

@@ -1,4 +1,4 @@
-"""Whose work on the save folder stands still."""
+"""Nodes whose work on the save folder makes no progress."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from adaptor.controller.saving import IoStallDetector
 from adaptor.protocol.messages import AgentHello, BoardRecord, Dump, Layout, Phase, Share, Written
 
 
-def test_who_has_work_and_does_not_move_is_overdue() -> None:
+def test_a_node_with_work_and_no_progress_is_overdue() -> None:
     io_stall_detector = IoStallDetector(10.0)
     io_stall_detector.expect([0, 2])
     assert io_stall_detector.overdue(100.0) == set()
-    io_stall_detector.moved(1)  # it has no work
+    io_stall_detector.moved(1)  # no work is pending
     io_stall_detector.moved(2)
     assert io_stall_detector.overdue(105.0) == set()
     assert io_stall_detector.overdue(110.0) == {0}
     assert io_stall_detector.overdue(115.0) == {0, 2}
 
 
-def test_new_work_begins_anew() -> None:
+def test_new_work_restarts_the_timer() -> None:
     io_stall_detector = IoStallDetector(10.0)
     io_stall_detector.expect([0])
     assert io_stall_detector.overdue(0.0) == set()
@@ -30,8 +30,8 @@ def test_new_work_begins_anew() -> None:
     assert io_stall_detector.overdue(19.0) == {1}
 
 
-def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
-    """Else the node on whose disk nothing hangs would be given up with the one where it does."""
+def test_a_node_that_has_written_its_part_is_not_overdue() -> None:
+    """Otherwise a node with a working disk would be given up with the node whose disk hangs."""
     group = {0: "g0", 1: "g1", 2: "g0", 3: "g1"}
     membership = Membership(4)
     membership.agents = {0, 1}
@@ -54,10 +54,10 @@ def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
     incident.on_tick(0.0)
     incident.saving.on_written(Written(2, 1, 1, "g0", ()), 0.0)
     incident.saving.on_progress(0, 0.0)
-    again = []
+    repeated_orders = []
     for at in (1.0, 7.0, 20.0, 39.0, 40.0, 41.5, 42.0):
-        again += incident.on_tick(at)
+        repeated_orders += incident.on_tick(at)
         all_answer()
-    dumps = [order.rank for _, order in again if isinstance(order.message, Dump)]
+    dumps = [order.rank for _, order in repeated_orders if isinstance(order.message, Dump)]
     assert dumps == [3]
     assert incident.state.target.blocked == {0}

@@ -1,4 +1,4 @@
-"""Reading the files of a job that goes on: what is new is added, and nothing twice."""
+"""Reading the files of a running job: new entries are added once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def append(path: Path, data: bytes) -> None:
 
 
 def spent_of(folder: Path) -> Goodput:
-    """What one reads who comes now."""
+    """Return the times that a new reader computes."""
     return JobReader(folder).spent()
 
 
 @pytest.mark.parametrize("bytes_at_once", [7, 64, 1 << 20])
-def test_events_that_come_bit_by_bit(bytes_at_once: int, job: Path) -> None:  # noqa: F811
+def test_events_that_arrive_in_pieces(bytes_at_once: int, job: Path) -> None:  # noqa: F811
     path = job / EVENTS_FILE
     path.write_bytes(b"")
     fixed = msgspec.json.decode((job / STATUS_FILE).read_bytes())
@@ -39,8 +39,8 @@ def test_events_that_come_bit_by_bit(bytes_at_once: int, job: Path) -> None:  # 
     assert reader.spent().seconds["recovery"] == 8
 
 
-def test_a_line_that_is_cut_costs_itself(job: Path) -> None:  # noqa: F811
-    """A full disk cuts a line; the next one comes behind it, or after it."""
+def test_a_truncated_line_loses_only_itself(job: Path) -> None:  # noqa: F811
+    """A full disk truncates a line; the next line follows on it or on a new line."""
     path = job / EVENTS_FILE
     path.write_bytes(LINES[0] + LINES[1][:20] + LINES[2] + b'"\xff"\n' + LINES[1] + b"[" * 100_000 + b"\n")
     reader = JobReader(job)
@@ -50,31 +50,31 @@ def test_a_line_that_is_cut_costs_itself(job: Path) -> None:  # noqa: F811
     assert reader.spent().seconds["recovery"] == 8
 
 
-@pytest.mark.parametrize("how", ["truncated", "replaced", "removed"])
-def test_a_file_that_is_another_one_is_read_from_its_beginning(how: str, job: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("change", ["truncated", "replaced", "removed"])
+def test_a_replaced_file_is_read_from_its_beginning(change: str, job: Path) -> None:  # noqa: F811
     path = job / EVENTS_FILE
     reader = JobReader(job)
     assert reader.spent().seconds["recovery"] == 8
-    if how == "truncated":
+    if change == "truncated":
         path.write_bytes(b"".join(LINES[:2]))
-    elif how == "replaced":
-        other = path.with_name("other")
-        other.write_bytes(b"".join([*LINES[:2], *LINES]))
-        other.replace(path)
+    elif change == "replaced":
+        other_path = path.with_name("other")
+        other_path.write_bytes(b"".join([*LINES[:2], *LINES]))
+        other_path.replace(path)
     else:
         path.unlink()
     assert reader.spent() == spent_of(job)
-    assert reader.spent().seconds["recovery"] == (8 if how == "replaced" else 0)
+    assert reader.spent().seconds["recovery"] == (8 if change == "replaced" else 0)
 
 
 def test_the_newest_events_are_read_from_the_end(job: Path) -> None:  # noqa: F811
     path = job / EVENTS_FILE
-    made = [event(number, "written" * (number % 50), step=number) for number in range(3000)]
-    data = b"".join(msgspec.json.encode(one) + b"\n" for one in made)
+    events = [event(number, "written" * (number % 50), step=number) for number in range(3000)]
+    data = b"".join(msgspec.json.encode(written_event) + b"\n" for written_event in events)
     assert len(data) > 3 * job_reader._BLOCK
     path.write_bytes(data + b'{"cut')
     for count in (1, 2, 700, 2999, 3000, 4000):
-        assert newest_events(job, count) == made[-count:]
+        assert newest_events(job, count) == events[-count:]
     path.write_bytes(b"")
     assert newest_events(job, 1) == []
     path.unlink()
@@ -92,7 +92,7 @@ def test_an_incident_is_read_again_when_its_file_has_changed(job: Path) -> None:
     assert [summary.incident for summary in reader.summaries()] == [2]
 
 
-def test_what_cannot_be_read_is_said(job: Path) -> None:  # noqa: F811
+def test_unreadable_files_are_reported(job: Path) -> None:  # noqa: F811
     (job / EVENTS_FILE).unlink()
     (job / EVENTS_FILE).mkdir()
     with pytest.raises(JobFolderError, match=r"events\.jsonl: it cannot be read"):

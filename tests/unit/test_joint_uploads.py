@@ -1,4 +1,4 @@
-"""The uploaders of several nodes, which send one checkpoint together, with a real store and without a job."""
+"""The uploaders of several nodes send one checkpoint together, with a real store and without a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.test_uploader import Sender, start
 
 __all__ = ["faults", "server", "start", "url"]
 
-# Nobody whom a test waits for is given up; with the other, nobody is waited for.
+# PATIENT never gives a node up; HASTY waits for no node.
 PATIENT, HASTY = Patience(3600, 3600, 3600, 0.1, 3600), Patience(0, 0, 0, 0.1, 0)
 FOLDERS = ("mp_rank_00", "mp_rank_01")
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Uploading:
-    """An uploader in a thread of this process, and what it has said."""
+    """An uploader in a thread of this process, and its output."""
 
     def __init__(self, url: str, endpoint: str, root: Path, node: int, patience: Patience) -> None:
         self.lines: list[str] = []
@@ -51,11 +51,10 @@ class Uploading:
         self._thread.start()
 
     def leave(self) -> None:
-        """Let it send what is left."""
         self._uploader.end()
 
     def end(self) -> list[str]:
-        """Let it send what is left; return what it has said."""
+        """Let it send the rest; return its output."""
         self.leave()
         self._thread.join()
         return self.lines
@@ -63,7 +62,7 @@ class Uploading:
 
 @pytest.fixture
 def upload(store: Store) -> Iterator[Callable[..., Uploading]]:
-    """Start uploaders that do not outlive the test."""
+    """Return a function that starts uploaders and ends them after the test."""
     with contextlib.ExitStack() as stack:
 
         def started(
@@ -115,17 +114,17 @@ def test_files_are_divided_by_size_and_each_goes_to_one_node() -> None:
 def test_nodes_that_share_a_folder_share_the_work(
     url: str, server: str, faults: FaultProxy, tmp_path: Path, start: Callable[..., Sender]
 ) -> None:
-    """Two processes, as agents start them; the second sees what the first has chosen.
+    """Two processes as agents start them; the second follows the choice of the first.
 
-    No file of the first comes into the store before the second has joined: its requests are held until then,
-    and come again.
+    No file of the first reaches the store before the second has joined: its requests are held until then,
+    and repeated.
     """
 
     def fault(number: int, method: str, path: str) -> Fault:
         if path.endswith("/ttp_parts/1.json"):
             faults.release.set()
-        held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
-        return "hold before" if held else ""
+        is_held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
+        return "hold before" if is_held else ""
 
     faults.begin(fault)
     root = tmp_path / "save"
@@ -138,49 +137,48 @@ def test_nodes_that_share_a_folder_share_the_work(
         sender.tell({"within_s": None})
         assert sender.ends() == ""
     store = open_store(url, server)
-    (found,) = catalog.newest_first(store, None, [])
-    lists = catalog.read_lists(store, found.prefix, store.objects(found.prefix))
-    known = push.read_folder(root, 10)
+    (checkpoint,) = catalog.newest_first(store, None, [])
+    lists = catalog.read_lists(store, checkpoint.prefix, store.objects(checkpoint.prefix))
+    saved = push.read_folder(root, 10)
     assert [{part.path for part in lists[node].files} for node in (0, 1)] == [
-        {file.path for file in share} for share in divide(known.files, 2)
+        {file.path for file in share} for share in divide(saved.files, 2)
     ]
     assert pull.pull(store, tmp_path / "pulled").step == 10
     assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
-    assert list(catalog.wrong_files(store, found)) == []
+    assert list(catalog.wrong_files(store, checkpoint)) == []
 
 
 def test_a_node_that_does_not_join_is_not_waited_for_again(store: Store, tmp_path: Path) -> None:
-    others = Others()
+    other_nodes = Others()
     for step, patience in ((10, HASTY), (20, PATIENT)):
         save(tmp_path, step)
-        joint(store, tmp_path, step, 0, patience).lead(others, lambda: False)
+        joint(store, tmp_path, step, 0, patience).lead(other_nodes, lambda: False)
         assert committed(store, step)
-        assert others.absent == {1}
-    # When it is there, it is one of them again.
+        assert other_nodes.absent == {1}
+    # Once it comes back, it takes part again.
     save(tmp_path, 30)
-    where = catalog.place(push.read_folder(tmp_path, 30))
-    joint(store, tmp_path, 30, 1, PATIENT).follow(where)
-    joint(store, tmp_path, 30, 0, PATIENT).lead(others, lambda: False)
-    assert others.absent == set()
+    place = catalog.place(push.read_folder(tmp_path, 30))
+    joint(store, tmp_path, 30, 1, PATIENT).follow(place)
+    joint(store, tmp_path, 30, 0, PATIENT).lead(other_nodes, lambda: False)
+    assert other_nodes.absent == set()
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_nothing_is_committed_before_all_have_sent(
     shared: bool, store: Store, tmp_path: Path, upload: Callable[..., Uploading]
 ) -> None:
-    """The second node comes late, and is waited for."""
     roots = [tmp_path / "node0", tmp_path / ("node0" if shared else "node1")]
     if shared:
         folder = save(roots[0], 10)
         files = contents(folder)
     else:
         files = contents(save_part(roots[0], 10, 0)) | contents(save_part(roots[1], 10, 1))
-    where = catalog.place(push.read_folder(roots[0], 10))
+    place = catalog.place(push.read_folder(roots[0], 10))
     first = upload(roots[0], 0)
     waiting.until(
         lambda: (
-            bool(store.objects(where).get(catalog.parts_name(where, 0)))
-            and catalog.read_lists(store, where, store.objects(where))[0].done
+            bool(store.objects(place).get(catalog.parts_name(place, 0)))
+            and catalog.read_lists(store, place, store.objects(place))[0].done
         ),
         "node 0 has sent its part",
     )
@@ -197,7 +195,7 @@ def test_nothing_is_committed_before_all_have_sent(
 def test_half_a_checkpoint_is_never_committed(
     store: Store, tmp_path: Path, upload: Callable[..., Uploading]
 ) -> None:
-    """The other half is on the disk of a node that is lost; the next one is sent by both."""
+    """The other half is on the disk of a lost node; both nodes send the next checkpoint."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     save_part(roots[0], 10, 0)
     first = upload(roots[0], 0, HASTY)
@@ -212,7 +210,7 @@ def test_half_a_checkpoint_is_never_committed(
     upload(roots[0], 0)
     upload(roots[1], 1)
     waiting.until(lambda: committed(store, 20), "both have sent theirs")
-    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [20]
+    assert [checkpoint.saved_manifest.step for checkpoint in catalog.newest_first(store, None, [])] == [20]
 
 
 def test_a_part_alone_is_not_led_by_another_node(
@@ -221,39 +219,39 @@ def test_a_part_alone_is_not_led_by_another_node(
     """Node 0 is lost with the other half."""
     folder = save_part(tmp_path, 10, 1)
     first, last = upload(tmp_path, 1, HASTY).end()
-    why = f"{folder} has only a part of the checkpoint, and node 0 does not send its own"
-    assert first == f"[ttp] node 1 sends nothing to {store} so far: {why}"
-    assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {why}"
+    reason = f"{folder} has only a part of the checkpoint, and node 0 does not send its own"
+    assert first == f"[ttp] node 1 sends nothing to {store} so far: {reason}"
+    assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {reason}"
     assert catalog.steps(store) == []
 
 
 @pytest.mark.parametrize("described", [True, False])
 def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Store, tmp_path: Path) -> None:
-    """Its folder is there, and a file of it is not."""
+    """Its folder exists without one of its files."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for node, root in enumerate(roots):
         save_part(root, 10, node, described=described)
-    known, where = push.read_folder(roots[1], 10), catalog.place(push.read_folder(roots[0], 10))
-    sending = push.Sending(store, roots[1], known, where, lambda count: None, 1)
-    sending.send(known.files)
+    saved, place = push.read_folder(roots[1], 10), catalog.place(push.read_folder(roots[0], 10))
+    sending = push.Sending(store, roots[1], saved, place, lambda count: None, 1)
+    sending.send(saved.files)
     sending.tell(is_complete=False)
     with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
     assert not committed(store, 10)
-    joint(store, roots[1], 10, 1, HASTY).follow(where)
+    joint(store, roots[1], 10, 1, HASTY).follow(place)
     joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
     assert committed(store, 10)
 
 
 def test_a_node_that_had_a_part_before_and_does_not_join(store: Store, tmp_path: Path) -> None:
-    """Without a layout file its disk alone tells that it has one."""
+    """Without a layout file only its disk shows that it has a part."""
     save_part(tmp_path, 10, 0, described=False)
     with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, tmp_path, 10, 0, HASTY).lead(Others(apart={1}), lambda: False)
     assert not committed(store, 10)
 
 
-def test_a_part_that_nobody_names_is_sent_by_nobody_alone(
+def test_an_unlisted_part_alone_is_not_sent(
     store: Store, tmp_path: Path, upload: Callable[..., Uploading]
 ) -> None:
     folder = save_part(tmp_path, 10, 1, described=False)
@@ -264,23 +262,23 @@ def test_a_part_that_nobody_names_is_sent_by_nobody_alone(
     assert pull.is_part(tmp_path, 10)
 
 
-def test_what_a_node_has_saved_anew_is_sent_anew(store: Store, tmp_path: Path) -> None:
-    """A job that has gone back saves a step again; on a disk of its own nothing but the content tells."""
+def test_a_part_saved_again_is_sent_again(store: Store, tmp_path: Path) -> None:
+    """After a rollback a job saves a step again; on a separate disk only the content shows it."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     files = contents(save_part(roots[0], 10, 0))
-    where = catalog.place(push.read_folder(roots[0], 10))
+    place = catalog.place(push.read_folder(roots[0], 10))
     for _ in range(2):
-        again = contents(save_part(roots[1], 10, 1))
-        joint(store, roots[1], 10, 1, PATIENT).follow(where)
+        resaved = contents(save_part(roots[1], 10, 1))
+        joint(store, roots[1], 10, 1, PATIENT).follow(place)
     joint(store, roots[0], 10, 0, PATIENT).lead(Others(), lambda: False)
-    (found,) = catalog.newest_first(store, None, [])
-    assert list(catalog.wrong_files(store, found)) == []
+    (checkpoint,) = catalog.newest_first(store, None, [])
+    assert list(catalog.wrong_files(store, checkpoint)) == []
     pull.pull(store, tmp_path / "pulled")
-    assert contents(tmp_path / "pulled" / naming.final_name(10)) == files | again
+    assert contents(tmp_path / "pulled" / naming.final_name(10)) == files | resaved
 
 
 def test_a_step_that_is_saved_again_is_sent_again_by_all(store: Store, tmp_path: Path) -> None:
-    """They share the folder; the store has the older version."""
+    """The nodes share the folder; the store has the older version."""
     save(tmp_path, 10)
     push.push(store, tmp_path, 10)
     save(tmp_path, 10)
@@ -294,7 +292,7 @@ def test_a_step_that_is_saved_again_is_sent_again_by_all(store: Store, tmp_path:
 def test_a_part_waits_while_the_one_before_is_sent(
     url: str, server: str, faults: FaultProxy, tmp_path: Path, upload: Callable[..., Uploading]
 ) -> None:
-    """At the end of the job, for longer than it waits for node 0 to begin."""
+    """At the end of the job, for longer than the wait for node 0 to begin."""
     roots, store = [tmp_path / "node0", tmp_path / "node1"], open_store(url, server)
     for node, root in enumerate(roots):
         save_part(root, 10, node)
@@ -316,28 +314,26 @@ def test_a_part_waits_while_the_one_before_is_sent(
     assert second.end() == []
 
 
-def _is_done(store: Store, where: str, node: int) -> bool:
-    lists = catalog.read_lists(store, where, store.objects(where))
+def _is_done(store: Store, place: str, node: int) -> bool:
+    lists = catalog.read_lists(store, place, store.objects(place))
     return node in lists and lists[node].done
 
 
-def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
-    store: Store, tmp_path: Path
-) -> None:
-    """Without a layout file nobody can tell that half is missing."""
+def test_an_unlisted_part_is_awaited_once_its_node_has_joined(store: Store, tmp_path: Path) -> None:
+    """Without a layout file the missing half is unknown."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for node, root in enumerate(roots):
         save_part(root, 10, node, described=False)
-    where = catalog.place(push.read_folder(roots[0], 10))
-    seen = catalog.place(push.read_folder(roots[1], 10))
-    store.put(catalog.parts_name(where, 1), catalog.encode_parts(1, (), seen, is_complete=False))
+    place = catalog.place(push.read_folder(roots[0], 10))
+    place_on_node_1 = catalog.place(push.read_folder(roots[1], 10))
+    store.put(catalog.parts_name(place, 1), catalog.encode_parts(1, (), place_on_node_1, is_complete=False))
 
     def wait(seconds: float) -> None:
-        joint(store, roots[1], 10, 1, PATIENT).follow(where)
+        joint(store, roots[1], 10, 1, PATIENT).follow(place)
 
     JointPush(store, roots[0], 10, 0, 2, lambda count: None, wait, PATIENT).lead(Others(), lambda: False)
-    (found,) = catalog.newest_first(store, None, [])
-    assert {file.path.partition("/")[0] for file in found.saved_manifest.files} == set(FOLDERS)
+    (checkpoint,) = catalog.newest_first(store, None, [])
+    assert {file.path.partition("/")[0] for file in checkpoint.saved_manifest.files} == set(FOLDERS)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -351,12 +347,12 @@ def test_the_metadata_of_torch_dist_names_all_files(tmp_path: Path) -> None:
 
 
 def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Two disks, and the ranks of both have written the same name."""
+    """The ranks of two disks wrote files of the same name."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for root in roots:
         save_part(root, 10, 0, described=False)
-    where = catalog.place(push.read_folder(roots[0], 10))
-    joint(store, roots[1], 10, 1, PATIENT).follow(where)
+    place = catalog.place(push.read_folder(roots[0], 10))
+    joint(store, roots[1], 10, 1, PATIENT).follow(place)
     with pytest.raises(CheckpointError, match="two nodes have different files of this name"):
         joint(store, roots[0], 10, 0, PATIENT).lead(Others(apart={1}), lambda: False)
     assert not committed(store, 10)
@@ -377,7 +373,7 @@ def test_last_words_on_the_disk_of_another_node_are_sent_by_it(
     assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
 
 
-def test_the_newest_is_sent_at_the_end_where_node_0_is_gone(
+def test_the_newest_checkpoint_is_sent_at_the_end_without_node_0(
     store: Store, tmp_path: Path, upload: Callable[..., Uploading]
 ) -> None:
     save(tmp_path / "save", 10)
@@ -390,7 +386,7 @@ def test_the_newest_is_sent_at_the_end_where_node_0_is_gone(
 def test_a_node_that_is_killed_while_it_sends(
     comes_back: bool, url: str, server: str, faults: FaultProxy, tmp_path: Path, start: Callable[..., Sender]
 ) -> None:
-    """No checkpoint is there until the rest is sent: by that node again, or by the other one."""
+    """The checkpoint appears once the rest is sent, by that node again or by the other node."""
     root, step = tmp_path / "save", 10 if comes_back else 20
     folder = save(root, step)
     store = open_store(url, server)
@@ -398,29 +394,29 @@ def test_a_node_that_is_killed_while_it_sends(
     faults.begin(
         lambda number, method, path: "hold before" if any(path.endswith(name) for name in second) else ""
     )
-    where = catalog.place(push.read_folder(root, step))
+    place = catalog.place(push.read_folder(root, step))
     leader = joint(store, root, step, 0, PATIENT if comes_back else Patience(3600, 3600, 0, 3600, 3600))
-    done: list[object] = []
+    results: list[object] = []
 
     def lead() -> None:
-        done.append(leader.lead(Others(), lambda: False))
+        results.append(leader.lead(Others(), lambda: False))
 
     follower = start(url, faults.url, root, node=1, nodes=2)
-    store.put(catalog.parts_name(where, 0), catalog.encode_parts(0, (), where, is_complete=False))
+    store.put(catalog.parts_name(place, 0), catalog.encode_parts(0, (), place, is_complete=False))
     assert faults.held.wait(60)
     follower.process.kill()
     follower.process.wait()
-    assert catalog.places(store, step) == ([], [where])
+    assert catalog.places(store, step) == ([], [place])
     faults.fault = lambda number, method, path: ""
     faults.release.set()
     thread = threading.Thread(target=lead)
     thread.start()
     if comes_back:
-        again = start(url, faults.url, root, node=1, nodes=2)
-        again.tell({"within_s": None})
-        assert again.ends() == ""
+        restarted = start(url, faults.url, root, node=1, nodes=2)
+        restarted.tell({"within_s": None})
+        assert restarted.ends() == ""
     thread.join()
-    (found,) = catalog.newest_first(store, step, [])
-    assert list(catalog.wrong_files(store, found)) == []
+    (checkpoint,) = catalog.newest_first(store, step, [])
+    assert list(catalog.wrong_files(store, checkpoint)) == []
     assert pull.pull(store, tmp_path / "pulled", step).step == step
     assert contents(tmp_path / "pulled" / folder.name) == contents(folder)

@@ -1,4 +1,4 @@
-"""Optimizers whose state differs from torch's: copied where it can be, refused in one line where not."""
+"""Optimizers whose state differs from torch's are copied, or refused in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaptor.replica import optimizer_state, twin
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Keeps its state as Transformer Engine's does: `step` in the group, types and scales beside the state,
+    """Keeps its state like Transformer Engine's: `step` in the group, types and scales beside the state,
     and a `state_dict` that asks its own attributes."""
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
         return body
 
 
-def made(**options: Any) -> FusedAdam:
+def fused_adam(**options: Any) -> FusedAdam:
     params = [torch.nn.Parameter(torch.arange(4.0)), torch.nn.Parameter(torch.ones(3))]
     return FusedAdam([{"params": params[:1]}, {"params": params[1:], "lr": 0.2}], **options)
 
@@ -60,34 +60,34 @@ def update(optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def test_a_count_in_the_group_goes_back_with_the_local_copy() -> None:
-    optimizer = made()
+    optimizer = fused_adam()
     copy = LocalCopy(SimpleNamespace(optimizer=optimizer), [None])
     update(optimizer, 1)
     update(optimizer, 2)
     copy.take()
-    wanted = optimizer.state_dict()
-    wanted = {
-        "groups": [{**group} for group in wanted["param_groups"]],
-        "state": [value.clone() for entry in wanted["state"].values() for value in entry.values()],
+    expected = optimizer.state_dict()
+    expected = {
+        "groups": [{**group} for group in expected["param_groups"]],
+        "state": [value.clone() for entry in expected["state"].values() for value in entry.values()],
     }
     update(optimizer, 3)
     kept = copy.optimizer.optimizer.state_dict()
-    assert kept["param_groups"] == wanted["groups"]
+    assert kept["param_groups"] == expected["groups"]
     assert [group["step"] for group in kept["param_groups"]] == [2, 2]
     values = [value for entry in kept["state"].values() for value in entry.values()]
-    assert all(map(torch.equal, values, wanted["state"]))
+    assert all(map(torch.equal, values, expected["state"]))
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
 
 
 def test_a_twin_makes_the_same_updates() -> None:
-    optimizer = made()
+    optimizer = fused_adam()
     params = [[param.detach().clone() for param in group["params"]] for group in optimizer.param_groups]
-    other = twin.make(optimizer, params, twin.scalars(optimizer))
+    twin_optimizer = twin.make(optimizer, params, twin.scalars(optimizer))
     for number in range(3):
         update(optimizer, number)
-        update(other, number)
-    assert all(map(torch.equal, twin.params(other), twin.params(optimizer)))
-    assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+        update(twin_optimizer, number)
+    assert all(map(torch.equal, twin.params(twin_optimizer), twin.params(optimizer)))
+    assert twin_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_twin_makes_the_same_updates() -> None:
     ],
     ids=["adam", "adamw", "sgd", "fused"],
 )
-def test_torch_s_own_are_protected(kind: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_torch_s_optimizers_are_protected(kind: Callable[[Any], torch.optim.Optimizer]) -> None:
     optimizer_state.require_protected(kind([torch.nn.Parameter(torch.ones(2))]))
 
 
@@ -116,17 +116,15 @@ def test_torch_s_own_are_protected(kind: Callable[[Any], torch.optim.Optimizer])
         ("exp_avg_sq_dtype", torch.float16, "moments have scales outside of the state"),
     ],
 )
-def test_what_is_kept_otherwise_is_refused_when_training_begins(
-    option: str, value: Any, meaning: str
-) -> None:
-    chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=made(**{option: value}))])
+def test_other_state_is_refused_when_training_begins(option: str, value: Any, meaning: str) -> None:
+    chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=fused_adam(**{option: value}))])
     with pytest.raises(UnsupportedError) as refused:
         replicas_of(chain, 1, 1)
     assert str(refused.value).startswith(f"tests's FusedAdam has {option}={value}: {meaning}")
     assert "\n" not in str(refused.value)
 
 
-def test_a_capturable_one_of_torch_is_refused() -> None:
+def test_a_capturable_optimizer_of_torch_is_refused() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["capturable"] = True
     with pytest.raises(UnsupportedError, match="torch's AdamW has capturable=True"):
@@ -134,7 +132,7 @@ def test_a_capturable_one_of_torch_is_refused() -> None:
 
 
 def test_a_count_that_is_a_tensor_is_protected() -> None:
-    optimizer = made()
+    optimizer = fused_adam()
     for group in optimizer.param_groups:
         group["step"] = torch.tensor(3)
     optimizer_state.require_protected(optimizer)

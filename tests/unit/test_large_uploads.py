@@ -1,4 +1,4 @@
-"""Large files that are sent in parts: whoever comes after an upload that was cut short goes on with it."""
+"""Large files sent in parts: the next upload continues an upload that was cut short."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["faults", "server", "url"]
 PART = SMALLEST_PART
 PARTS = 24
 LARGE = (PARTS - 1) * PART + 1000
-# Nobody is waited for.
+# Wait for no other node.
 HASTY = Patience(0, 0, 0, 3600, 0)
 _PUSHER = (
     f"{HEARS_CTRL_C}\n"
@@ -58,7 +58,6 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(url: str, faults: FaultProxy) -> Store:
-    """The store behind the proxy, which takes small parts."""
     return open_store(url, faults.url, piece=PART)
 
 
@@ -67,18 +66,18 @@ def direct(url: str, server: str, faults: FaultProxy) -> Store:
     return open_store(url, server, piece=PART)
 
 
-def _refuses(first: int, what: Fault = "403") -> Chooses:
-    """Return a fault of each part from number `first` on."""
+def _refuses(first: int, fault_kind: Fault = "403") -> Chooses:
+    """Fail each part from number `first` on."""
 
     def fault(number: int, method: str, path: str) -> Fault:
-        _, found, part = path.partition("partNumber=")
-        return what if found and int(part.partition("&")[0]) >= first else ""
+        _, separator, part = path.partition("partNumber=")
+        return fault_kind if separator and int(part.partition("&")[0]) >= first else ""
 
     return fault
 
 
 def _cut_short(store: Store, faults: FaultProxy, root: Path, step: int) -> set[int]:
-    """Push a checkpoint until the store refuses a part; return the parts that are noted."""
+    """Push a checkpoint until the store refuses a part; return the noted parts."""
     faults.begin(_refuses(PARTS // 2))
     with pytest.raises(StoreError, match="does not allow these credentials to write"):
         push.push(store, root, step)
@@ -90,15 +89,14 @@ def _cut_short(store: Store, faults: FaultProxy, root: Path, step: int) -> set[i
 
 
 def _has_ended() -> None:
-    """Wait until no request is on its way of a push that has failed; it has not waited for them."""
-    parts = lambda: [one for one in threading.enumerate() if one.name.startswith("ttp-part")]  # noqa: E731
+    """Wait until the failed push has no request in flight."""
+    parts = lambda: [thread for thread in threading.enumerate() if thread.name.startswith("ttp-part")]  # noqa: E731
     waiting.until(lambda: not parts(), "all requests have ended")
 
 
 def _noted(store: Store, root: Path) -> set[int]:
-    """Return the parts of the one upload that is noted."""
-    found = list(large_file.all_of(root, store.identity))
-    return set(found[0].parts) if found else set()
+    notes = list(large_file.all_of(root, store.identity))
+    return set(notes[0].parts) if notes else set()
 
 
 def _begun(store: Store) -> int:
@@ -107,21 +105,21 @@ def _begun(store: Store) -> int:
 
 
 def _is_whole(direct: Store, root: Path, step: int) -> None:
-    """Assert that the store has a checkpoint as the folder has it, and nothing else of its uploads."""
-    (found,) = catalog.newest_first(direct, step, [])
-    assert list(catalog.wrong_files(direct, found)) == []
+    """Assert that the store holds the folder's checkpoint and no other upload."""
+    (checkpoint,) = catalog.newest_first(direct, step, [])
+    assert list(catalog.wrong_files(direct, checkpoint)) == []
     for path, content in contents(root / naming.final_name(step)).items():
-        assert direct.get(f"{found.prefix}/{path}", LARGE + PART) == content
+        assert direct.get(f"{checkpoint.prefix}/{path}", LARGE + PART) == content
     assert _begun(direct) == 0
     assert not (root / naming.UPLOADS).exists()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("fault", ["hold before", "hold after"])
-def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
+def test_a_killed_push_of_a_large_file_is_continued(
     fault: Fault, faults: FaultProxy, url: str, server: str, root: Path
 ) -> None:
-    """Killed again and again, each time a few parts further: each process sends what is not noted."""
+    """Killed repeatedly, a few parts later each time: each process sends only unnoted parts."""
     url = f"{url}-{fault[5:]}"
     store = open_store(url, server, piece=PART)
     proxied = open_store(url, faults.url, piece=PART)
@@ -130,8 +128,8 @@ def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
     noted: set[int] = set()
     killed = 0
     while True:
-        more = chance.randint(2, 7)
-        at = sorted(set(range(1, PARTS + 1)) - noted)[more:]
+        extra_parts = chance.randint(2, 7)
+        at = sorted(set(range(1, PARTS + 1)) - noted)[extra_parts:]
         faults.begin(_refuses(at[0] if at else PARTS + 1, fault))
         command = [sys.executable, "-c", _PUSHER, url, faults.url, str(PART), str(root)]
         with subprocess.Popen(command) as pusher:
@@ -161,9 +159,9 @@ def test_a_store_that_fails_for_long_gets_the_rest_when_it_answers_again(
 ) -> None:
     save(root, 12, first=LARGE)
     noted = _cut_short(store, faults, root, 12)
-    done = push.push(store, root, 12)
+    result = push.push(store, root, 12)
     assert {number for number, _ in faults.parts} == set(range(1, PARTS + 1)) - noted
-    assert done.sent == done.bytes - len(noted) * PART
+    assert result.sent == result.bytes - len(noted) * PART
     _is_whole(direct, root, 12)
 
 
@@ -185,7 +183,7 @@ def test_a_store_that_stays_busy_is_given_up_and_gets_the_rest_later(
 def test_a_file_that_has_changed_is_sent_from_its_beginning(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
-    """A regular save has no checksums that would tell it."""
+    """A regular save has no checksums to show the change."""
     folder = save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     file = folder / "mp_rank_00" / naming.MODEL_FILE
@@ -210,24 +208,24 @@ def test_credentials_that_may_remove_no_upload_send_a_changed_file_all_the_same(
     faults.begin(lambda number, method, path: "403" if method == "DELETE" else "")
     lines: list[str] = []
     push.push(store, root, 12, tell=lines.append)
-    left, anew = lines
-    assert left.startswith("the parts of an upload that was cut short stay in the store: ")
-    assert "does not allow these credentials to remove an upload" in left
+    kept_line, anew = lines
+    assert kept_line.startswith("the parts of an upload that was cut short stay in the store: ")
+    assert "does not allow these credentials to remove an upload" in kept_line
     assert "has changed since its upload was begun" in anew
-    (found,) = catalog.newest_first(direct, 12, [])
-    assert list(catalog.wrong_files(direct, found)) == []
+    (checkpoint,) = catalog.newest_first(direct, 12, [])
+    assert list(catalog.wrong_files(direct, checkpoint)) == []
     assert not (root / naming.UPLOADS).exists()
 
 
 def test_an_upload_that_the_store_has_removed_is_begun_anew(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
-    """As a rule of the bucket does after some days."""
+    """A bucket's lifecycle rule removes uploads after some days."""
     save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     assert direct.multipart is not None
-    for one in direct.multipart.begun():
-        direct.multipart.abort(one)
+    for upload in direct.multipart.begun():
+        direct.multipart.abort(upload)
     lines: list[str] = []
     push.push(store, root, 12, tell=lines.append)
     (line,) = lines
@@ -260,10 +258,8 @@ def test_an_upload_that_is_removed_while_it_goes_on_is_begun_anew_once(
     assert len(lines) == 3, "then it is given up"
 
 
-def test_an_answer_that_is_lost_is_no_lost_upload(
-    store: Store, direct: Store, faults: FaultProxy, root: Path
-) -> None:
-    """The store has made the object, and says of the second request that there is no such upload."""
+def test_a_lost_answer_is_no_lost_upload(store: Store, direct: Store, faults: FaultProxy, root: Path) -> None:
+    """The store has made the object, and answers the repeated request that the upload does not exist."""
     save(root, 12, first=LARGE)
     completed: list[str] = []
 
@@ -302,21 +298,21 @@ def _later(root: Path) -> int:
     return 24
 
 
-@pytest.mark.parametrize("then", [_saved_anew, _later])
-def test_what_nobody_goes_on_with_is_removed_after_the_next_checkpoint(
-    then: Callable[[Path], int], url: str, server: str, faults: FaultProxy, root: Path
+@pytest.mark.parametrize("next_save", [_saved_anew, _later])
+def test_abandoned_uploads_are_removed_after_the_next_checkpoint(
+    next_save: Callable[[Path], int], url: str, server: str, faults: FaultProxy, root: Path
 ) -> None:
-    url = f"{url}-{then.__name__}"
+    url = f"{url}-{next_save.__name__}"
     store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
     save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
-    step = then(root)
+    step = next_save(root)
     assert _begun(direct) == 1
     push.push(store, root, step)
     _is_whole(direct, root, step)
 
 
-def test_what_a_later_checkpoint_needs_stays(
+def test_uploads_of_a_later_checkpoint_stay(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
     save(root, 24, first=LARGE)
@@ -353,7 +349,7 @@ def test_an_upload_that_cannot_be_removed_is_one_line(
 def test_prune_removes_uploads_of_old_steps(
     store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
 ) -> None:
-    """Also of save folders that are gone, and of steps of which there is nothing else."""
+    """Also of removed save folders, and of steps without any other object."""
     for step in (12, 36):
         save(tmp_path / f"gone {step}", step, first=LARGE)
         _cut_short(store, faults, tmp_path / f"gone {step}", step)
@@ -363,11 +359,11 @@ def test_prune_removes_uploads_of_old_steps(
     assert _begun(direct) == 2
     assert prune(store, 1, dry_run=True).uploads == 1
     assert _begun(direct) == 2
-    done = prune(store, 1)
-    assert (done.removed, done.uploads, done.unlisted) == ([18], 1, "")
+    result = prune(store, 1)
+    assert (result.removed, result.uploads, result.unlisted) == ([18], 1, "")
     assert direct.multipart is not None
-    (left,) = direct.multipart.begun()
-    assert left.name.startswith("iter_0000036/"), "somebody may be at work on a later step"
+    (remaining,) = direct.multipart.begun()
+    assert remaining.name.startswith("iter_0000036/"), "somebody may be at work on a later step"
 
 
 def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
@@ -389,7 +385,7 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
     (line,) = printed.err.splitlines()
     assert "uploads that were cut short may have left parts in the store, which cost money" in line
     assert "does not allow these credentials to list uploads that were cut short (403 Forbidden, " in line
-    # The uploader says it once.
+    # The uploader reports it once.
     lines: list[str] = []
     uploader = Uploader(UploadSettings(url, faults.url, str(root), every=1, keep=1, rate=0), lines.append)
     thread = threading.Thread(target=uploader.run)
@@ -405,15 +401,15 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
     assert catalog.steps(store) == [48]
 
 
-@pytest.mark.parametrize("who", ["the same node", "node 0"])
-def test_a_share_that_was_cut_short_is_gone_on_with(
-    who: str, url: str, server: str, faults: FaultProxy, root: Path
+@pytest.mark.parametrize("finisher", ["the same node", "node 0"])
+def test_a_share_that_was_cut_short_is_continued(
+    finisher: str, url: str, server: str, faults: FaultProxy, root: Path
 ) -> None:
-    """By the node that began it, or by node 0, which shares its folder and has given it up."""
-    url = f"{url}-{who[-1]}"
+    """By the node that began it, or by node 0, which shares the folder and gave the node up."""
+    url = f"{url}-{finisher[-1]}"
     store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
     saving = root / naming.regular_name(12, "0f3a5c21")
-    for number, size in enumerate((LARGE + PART, LARGE)):  # node 0 sends the larger one
+    for number, size in enumerate((LARGE + PART, LARGE)):  # node 0 sends the larger file
         file = saving / f"mp_rank_{number:02d}" / naming.MODEL_FILE
         file.parent.mkdir(parents=True)
         file.write_bytes(os.urandom(size))
@@ -424,19 +420,19 @@ def test_a_share_that_was_cut_short_is_gone_on_with(
 
     def sent() -> list[int]:
         paths = [path for _, path in faults.requests if "mp_rank_01" in path]
-        return sorted(int(found[1]) for path in paths if (found := re.search(r"partNumber=(\d+)", path)))
+        return sorted(int(match[1]) for path in paths if (match := re.search(r"partNumber=(\d+)", path)))
 
-    where = catalog.place(push.read_folder(root, 12))
+    place = catalog.place(push.read_folder(root, 12))
     refuses = _refuses(PARTS // 2)
     faults.begin(lambda number, method, path: refuses(number, method, path) if "mp_rank_01" in path else "")
     with pytest.raises(StoreError, match="does not allow these credentials to write"):
-        joint(1).follow(where)
+        joint(1).follow(place)
     _has_ended()
     noted = _noted(store, root)
     assert noted
     faults.begin()
-    if who == "the same node":
-        joint(1).follow(where)
+    if finisher == "the same node":
+        joint(1).follow(place)
     joint(0).lead(Others(), lambda: True)
     assert sent() == sorted(set(range(1, PARTS + 1)) - noted)
     _is_whole(direct, root, 12)
@@ -450,7 +446,7 @@ def test_ctrl_c_waits_for_no_request_of_a_large_file(faults: FaultProxy, url: st
         try:
             waiting.until(lambda: len(faults.parts) == AT_ONCE, "it waits for these")
             pusher.send_signal(signal.SIGINT)
-            pusher.wait(60)  # the client gives up such a request after 120 s
+            pusher.wait(60)  # the client would give up such a request after 120 s
         finally:
             pusher.kill()
 
@@ -466,10 +462,10 @@ def test_credentials_that_may_not_list_the_parts_go_on_by_the_note(
     _is_whole(direct, root, 12)
 
 
-def test_what_another_process_completes_meanwhile_is_not_sent_again(
+def test_a_file_completed_by_another_process_is_not_sent_again(
     store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
 ) -> None:
-    """Both go on with one upload; the other one has a copy of the note, for its endpoint."""
+    """Both continue one upload; the other process has a copy of the note, for its own endpoint."""
     save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     copied: list[Path] = []
@@ -477,13 +473,13 @@ def test_what_another_process_completes_meanwhile_is_not_sent_again(
     def overtakes(number: int, method: str, path: str) -> Fault:
         if "partNumber=" in path and not copied:
             copied.append(shutil.copytree(root, tmp_path / "copy", symlinks=True))
-            (one,) = large_file.all_of(root, store.identity)
-            sizes = one.begun.part, one.begun.bytes
-            copy = large_file.note(copied[0], direct.identity, one.begun.seen, one.upload, sizes)
-            for part in one.parts.values():
+            (note,) = large_file.all_of(root, store.identity)
+            sizes = note.begun.part, note.begun.bytes
+            copy = large_file.note(copied[0], direct.identity, note.begun.seen, note.upload, sizes)
+            for part in note.parts.values():
                 copy.add(part)
             push.push(direct, copied[0], 12)
-        return "404" if "partNumber=" in path else ""  # what a store says that has completed it
+        return "404" if "partNumber=" in path else ""  # a store's answer once the upload is complete
 
     faults.begin(overtakes)
     lines: list[str] = []
@@ -498,23 +494,22 @@ def test_what_another_process_completes_meanwhile_is_not_sent_again(
 def test_a_file_that_has_changed_since_it_was_sent_is_sent_again(
     number: int, listed: bool, url: str, faults: FaultProxy, root: Path
 ) -> None:
-    """The push has ended before it was committed. File 0 is the large one."""
+    """The push ended before the commit. File 0 is the large file."""
     store = open_store(f"{url}-{number}-{listed}", faults.url, piece=PART)
     folder = save(root, 12, first=LARGE)
-    known = push.read_folder(root, 12)
-    sending = push.Sending(store, root, known, catalog.place(known), lambda count: None)
-    sending.send(known.files)
+    saved = push.read_folder(root, 12)
+    sending = push.Sending(store, root, saved, catalog.place(saved), lambda count: None)
+    sending.send(saved.files)
     if listed:
         sending.tell(is_complete=False)
     with (folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE).open("r+b") as opened:
         opened.write(b"other")
-    done = push.push(store, root, 12)
-    assert done.sent == (1001 if number else LARGE)
+    result = push.push(store, root, 12)
+    assert result.sent == (1001 if number else LARGE)
     _is_whole(store, root, 12)
 
 
 def _read(faults: FaultProxy) -> list[str]:
-    """Return the requests for files of checkpoints."""
     return [path for method, path in faults.requests if method == "GET" and naming.MODEL_FILE in path]
 
 
@@ -532,12 +527,14 @@ def test_an_etag_is_the_same_with_quotes_and_without(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One answer of the store has none where the others have them; no file is read for its content."""
+    """One answer of the store lacks the quotes of the others; no file is read for comparison."""
     url = f"{url}-{method}"
-    faults.begin(lambda number, asked, path: "bare etags" if asked == method and request_has in path else "")
+    faults.begin(
+        lambda number, requested, path: "bare etags" if requested == method and request_has in path else ""
+    )
     save(root, 12, first=LARGE)
     push.push(open_store(url, faults.url, piece=PART), root, 12)
-    assert any(asked == method and request_has in path for asked, path in faults.requests)
+    assert any(requested == method and request_has in path for requested, path in faults.requests)
     monkeypatch.setenv("TTP_STORE_ENDPOINT", faults.url)
     assert main(["store", "list", url]) == 0
     assert "step 12: complete, 4 files" in capsys.readouterr().out
@@ -547,21 +544,21 @@ def test_an_etag_is_the_same_with_quotes_and_without(
 def test_a_list_of_an_earlier_version_counts(store: Store, faults: FaultProxy, root: Path) -> None:
     """Its etags have the quotes of the answers."""
     save(root, 12)
-    where = push.push(store, root, 12).where
-    name = catalog.parts_name(where, 0)
-    known = json.loads(store.get(name, catalog.LARGEST_LIST))
-    for file in known["files"]:
+    place = push.push(store, root, 12).where
+    name = catalog.parts_name(place, 0)
+    part_list = json.loads(store.get(name, catalog.LARGEST_LIST))
+    for file in part_list["files"]:
         file["etag"] = f'"{file["etag"]}"'
-    store.put(name, json.dumps(known).encode())
+    store.put(name, json.dumps(part_list).encode())
     faults.begin()
-    assert catalog.examine(store, where).saved_manifest.step == 12
+    assert catalog.examine(store, place).saved_manifest.step == 12
     assert _read(faults) == []
 
 
 def test_parts_of_another_size_are_not_mixed(
     store: Store, direct: Store, url: str, faults: FaultProxy, root: Path
 ) -> None:
-    """Another version has begun the upload, or the note is damaged."""
+    """Another version began the upload, or the note is damaged."""
     folder = save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     lines: list[str] = []
@@ -574,35 +571,35 @@ def test_parts_of_another_size_are_not_mixed(
 
 
 def test_a_note_of_another_process_stays(root: Path) -> None:
-    """Two have begun an upload of the same object at the same time; the second has noted its own."""
+    """Two processes began to upload the same object; the second noted its own upload."""
     root.mkdir()
     url, name = "s3://bucket/run7", "iter_0000012/0f3a5c21-1/file"
-    one, other = (
+    first, second = (
         large_file.note(root, url, "", Upload(name, mark), (PART, LARGE)) for mark in ("one", "other")
     )
-    other.add(large_file.Arrived(1, "checksum", "etag"))
-    one.add(large_file.Arrived(2, "checksum", "etag"))
-    one.forget()
-    found = large_file.find(root, url, name)
-    assert found is not None
-    assert (found.upload, set(found.parts)) == (other.upload, {1})
-    other.forget()
+    second.add(large_file.Arrived(1, "checksum", "etag"))
+    first.add(large_file.Arrived(2, "checksum", "etag"))
+    first.forget()
+    noted = large_file.find(root, url, name)
+    assert noted is not None
+    assert (noted.upload, set(noted.parts)) == (second.upload, {1})
+    second.forget()
     assert not (root / naming.UPLOADS).exists()
 
 
 def test_buckets_of_the_same_name_at_two_endpoints_are_two(
     store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
 ) -> None:
-    """An upload to the one is neither looked for nor removed at the other, and goes on later."""
+    """An upload to one endpoint is neither listed nor removed at the other, and continues later."""
     save(root, 12, first=LARGE)
     noted = _cut_short(store, faults, root, 12)
     with object_store.server() as elsewhere:
         object_store.request(elsewhere, "PUT", f"/{store.address.bucket}")
-        other = open_store(str(store), f"{elsewhere}/", piece=PART)
+        other_store = open_store(str(store), f"{elsewhere}/", piece=PART)
         lines: list[str] = []
-        push.push(other, root, 12, tell=lines.append)
+        push.push(other_store, root, 12, tell=lines.append)
         assert lines == []
-        assert next(catalog.newest_first(other, None, [])).saved_manifest.step == 12
+        assert next(catalog.newest_first(other_store, None, [])).saved_manifest.step == 12
     assert _noted(store, root) == noted
     faults.begin()
     push.push(store, root, 12)
@@ -629,12 +626,12 @@ def test_a_folder_that_takes_no_notes_keeps_nobody_from_sending(
     _is_whole(direct, root, 12)
 
 
-def test_a_note_that_is_damaged_is_none(store: Store, direct: Store, faults: FaultProxy, root: Path) -> None:
+def test_a_damaged_note_is_ignored(store: Store, direct: Store, faults: FaultProxy, root: Path) -> None:
     save(root, 12, first=LARGE)
     noted = _cut_short(store, faults, root, 12)
     (note,) = (root / naming.UPLOADS).iterdir()
     content = note.read_bytes()
-    note.write_bytes(content.rstrip()[:-9])  # the last line was cut short
+    note.write_bytes(content.rstrip()[:-9])  # with a truncated last line
     push.push(store, root, 12)
     assert len(faults.parts) == PARTS - len(noted) + 1
     _is_whole(direct, root, 12)
@@ -650,7 +647,7 @@ def test_without_botocore_nothing_is_begun(url: str, server: str, monkeypatch: p
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "botocore", None)
-    open_store(url, server)  # to read
+    open_store(url, server)  # for reading
     with pytest.raises(StoreError, match=r"uploads to s3:// need the package botocore, too: run pip install"):
         open_store(url, server, make=True)
 
@@ -663,7 +660,7 @@ def test_settings_of_other_tools_change_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Files and variables that obstore does not read are not read by botocore, either."""
+    """botocore ignores files and variables that obstore does not read."""
     (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:9\nregion = nowhere\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "of-another-tool")
@@ -675,7 +672,7 @@ def test_settings_of_other_tools_change_nothing(
 
 @contextlib.contextmanager
 def _machine_with_a_role(key: str) -> Iterator[str]:
-    """Run what answers on a machine of AWS for its credentials; yield its URL."""
+    """Run AWS's metadata service for credentials; yield its URL."""
     role = {
         "Code": "Success",
         "Type": "AWS-HMAC",
@@ -711,16 +708,16 @@ def _machine_with_a_role(key: str) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize("how", ["file", "machine"])
-def test_large_files_are_sent_with_the_credentials_of_all_else(
-    how: str, url: str, faults: FaultProxy, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("source", ["file", "machine"])
+def test_large_files_use_the_same_credentials(
+    source: str, url: str, faults: FaultProxy, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     save(root, 12, first=LARGE)
     with contextlib.ExitStack() as stack:
-        key = f"AKIAOFTHE{how.upper()}"
-        if how == "file":
+        key = f"AKIAOFTHE{source.upper()}"
+        if source == "file":
             content = f"[of the job]\naws_access_key_id={key}\naws_secret_access_key=secret\n"
             (tmp_path / "credentials").write_text(content)
             monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -728,7 +725,7 @@ def test_large_files_are_sent_with_the_credentials_of_all_else(
         else:
             monkeypatch.setenv("HOME", str(tmp_path))
             monkeypatch.setenv("AWS_METADATA_ENDPOINT", stack.enter_context(_machine_with_a_role(key)))
-        push.push(open_store(f"{url}-{how}", faults.url, piece=PART), root, 12)
+        push.push(open_store(f"{url}-{source}", faults.url, piece=PART), root, 12)
     assert len(faults.parts) == PARTS
     assert faults.keys == {key}
 
@@ -736,7 +733,7 @@ def test_large_files_are_sent_with_the_credentials_of_all_else(
 def test_a_token_of_the_cluster_gives_a_role(
     url: str, server: str, faults: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """obstore asks for a role over https only, so it is left out here."""
+    """obstore requests a role only over https, so it is left out here."""
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     (tmp_path / "token").write_text("a token")

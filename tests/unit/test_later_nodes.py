@@ -1,4 +1,4 @@
-"""When nodes that wait are asked for."""
+"""The moment at which waiting nodes are asked to join."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvo
 LAST_CALL_S = 30.0
 
 
-class Around:
-    """What is around: nodes that wait, a job of 2 nodes, a clock."""
+class WaitingNodes:
+    """Waiting nodes, a job of 2 nodes, and a clock."""
 
     last_call_s = LAST_CALL_S
 
@@ -31,7 +31,7 @@ class Around:
         self.asked.append(count)
 
     def after(self, seconds: float, waiting: int) -> list[int]:
-        """Return what has been asked for until so many seconds from now, at which so many wait."""
+        """Return the requested counts until `seconds` from now, with `waiting` nodes."""
         self.now += seconds
         self.nodes_that_wait = waiting
         self.later.look(2)
@@ -39,7 +39,7 @@ class Around:
 
 
 def test_nodes_that_come_one_after_the_other_are_asked_for_once() -> None:
-    around = Around()
+    around = WaitingNodes()
     assert around.after(500, 0) == []
     assert around.after(0, 1) == []
     assert around.after(LAST_CALL_S - 1, 2) == []
@@ -48,7 +48,7 @@ def test_nodes_that_come_one_after_the_other_are_asked_for_once() -> None:
 
 
 def test_they_are_asked_for_again_when_an_incident_was_open() -> None:
-    around = Around()
+    around = WaitingNodes()
     around.after(0, 1)
     assert around.after(LAST_CALL_S, 1) == [1]
     assert around.after(LAST_CALL_S - 1, 1) == [1]
@@ -56,7 +56,7 @@ def test_they_are_asked_for_again_when_an_incident_was_open() -> None:
 
 
 def test_a_node_that_goes_away_is_not_asked_for() -> None:
-    around = Around()
+    around = WaitingNodes()
     around.after(0, 1)
     around.after(LAST_CALL_S - 1, 0)
     assert around.after(LAST_CALL_S, 0) == []
@@ -64,7 +64,7 @@ def test_a_node_that_goes_away_is_not_asked_for() -> None:
 
 
 def test_a_job_that_has_not_begun_is_left_alone() -> None:
-    around = Around()
+    around = WaitingNodes()
     around.answer = None
     around.after(0, 1)
     assert around.after(LAST_CALL_S, 1) == []
@@ -73,7 +73,7 @@ def test_a_job_that_has_not_begun_is_left_alone() -> None:
 
 
 def test_a_number_of_nodes_that_cannot_train_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    around = Around()
+    around = WaitingNodes()
     around.answer = False
     around.after(0, 1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The layout file of a checkpoint: what it says holds, in place of rules; what it cannot say is refused."""
+"""The layout file of a checkpoint replaces the rules; what it cannot describe is refused."""
 
 from __future__ import annotations
 
@@ -16,76 +16,73 @@ from adaptor.checkpoint import layout_file
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
-from tests.unit.small_checkpoint import SMALL, STEP
+from tests.unit.small_checkpoint import SMALL, STEP, transform
 
 FOLDER = naming.final_name(STEP)
 _NAME, _OTHER = "decoder.final_layernorm.weight", "decoder.layers.0.input_layernorm.weight"
 
 
-def _transform(source: Path, target: Path, *options: str) -> int:
-    return main(["transform", str(source), str(target), "--workers", "1", *options])
-
-
 def test_an_optimizer_that_no_rule_knows(tmp_path: Path) -> None:
-    """The layout file says where its params are; without the file the rules find other main params."""
+    """The layout file places its params; without the file the rules find wrong main params."""
     small_checkpoint.write(tmp_path / "odd", described=True)
     small_checkpoint.write(tmp_path / "plain")
     sizes = ("--tp", "2", "--pp", "2")
-    assert _transform(tmp_path / "odd", tmp_path / "a", *sizes, "--verify") == 0
-    assert _transform(tmp_path / "plain", tmp_path / "b", *sizes) == 0
+    assert transform(tmp_path / "odd", tmp_path / "a", *sizes, "--verify") == 0
+    assert transform(tmp_path / "plain", tmp_path / "b", *sizes) == 0
     assert small_checkpoint.contents(tmp_path / "a") == small_checkpoint.contents(tmp_path / "b")
     (tmp_path / "odd" / FOLDER / naming.LAYOUT).unlink()
     (tmp_path / "odd" / FOLDER / naming.MANIFEST).unlink()
-    assert _transform(tmp_path / "odd", tmp_path / "c", *sizes) == 2
+    assert transform(tmp_path / "odd", tmp_path / "c", *sizes) == 2
 
 
-def test_what_is_written_has_a_layout_file_of_its_own(tmp_path: Path) -> None:
-    """From it the first layout is made again, with that of the first as the target."""
+def test_a_transformed_checkpoint_has_its_own_layout_file(tmp_path: Path) -> None:
+    """It is enough to restore the first layout."""
     small_checkpoint.write(tmp_path / "odd", described=True)
-    assert _transform(tmp_path / "odd", tmp_path / "a", "--tp", "3", "--pp", "2") == 0
-    made = layout_file.read(tmp_path / "a" / FOLDER / naming.LAYOUT)
-    assert [rank.folder for rank in made.ranks] == [
+    assert transform(tmp_path / "odd", tmp_path / "a", "--tp", "3", "--pp", "2") == 0
+    layout = layout_file.read(tmp_path / "a" / FOLDER / naming.LAYOUT)
+    assert [rank.folder for rank in layout.ranks] == [
         f"mp_rank_0{tp}_00{pp}" for pp in range(2) for tp in range(3)
     ]
-    last = {entry.name: entry for entry in made.ranks[-1].chunks["model"]}
+    last = {entry.name: entry for entry in layout.ranks[-1].chunks["model"]}
     assert last["output_layer.weight"].tied
     assert last["decoder.layers.1.mlp.linear_fc1.weight"].layer == 3
     first = str(tmp_path / "odd" / FOLDER / naming.LAYOUT)
-    assert _transform(tmp_path / "a", tmp_path / "b", "--layout", first) == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--layout", first) == 0
     assert small_checkpoint.contents(tmp_path / "b") == small_checkpoint.contents(tmp_path / "odd")
 
 
-def test_what_was_written_for_another_layout_is_written_anew(tmp_path: Path) -> None:
-    """As by two machines that were given different files, or after one was replaced."""
+def test_files_written_for_another_layout_are_rewritten(tmp_path: Path) -> None:
+    """Two machines got different files, or a file was replaced."""
     small_checkpoint.write(tmp_path / "odd", described=True)
-    assert _transform(tmp_path / "odd", tmp_path / "by rules") == 0
+    assert transform(tmp_path / "odd", tmp_path / "by rules") == 0
     odd, rules = (str(tmp_path / name / FOLDER / naming.LAYOUT) for name in ("odd", "by rules"))
-    assert _transform(tmp_path / "odd", tmp_path / "a", "--layout", odd, "--rank", "tp=0") == 0
-    assert _transform(tmp_path / "odd", tmp_path / "a", "--layout", rules, "--resume") == 0
-    assert _transform(tmp_path / "odd", tmp_path / "b", "--layout", rules) == 0
+    assert transform(tmp_path / "odd", tmp_path / "a", "--layout", odd, "--rank", "tp=0") == 0
+    assert transform(tmp_path / "odd", tmp_path / "a", "--layout", rules, "--resume") == 0
+    assert transform(tmp_path / "odd", tmp_path / "b", "--layout", rules) == 0
     assert small_checkpoint.contents(tmp_path / "a") == small_checkpoint.contents(tmp_path / "b")
 
 
-def test_what_was_written_from_another_layout_file_of_the_source_is_written_anew(
+def test_files_written_from_another_layout_of_the_source_are_rewritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tensors are the same files."""
     small_checkpoint.write(tmp_path / "odd", described=True)
     (layout,) = layout_file.read(tmp_path / "odd" / FOLDER / naming.LAYOUT).ranks
-    assert _transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--rank", "tp=0") == 0
-    other = msgspec.structs.replace(layout, core="0.15.1")
-    (tmp_path / "odd" / FOLDER / naming.LAYOUT).write_bytes(layout_file.join([layout_file.encode(other)]))
+    assert transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--rank", "tp=0") == 0
+    other_layout = msgspec.structs.replace(layout, core="0.15.1")
+    (tmp_path / "odd" / FOLDER / naming.LAYOUT).write_bytes(
+        layout_file.join([layout_file.encode(other_layout)])
+    )
     (tmp_path / "odd" / FOLDER / naming.MANIFEST).unlink()
-    assert _transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--resume") == 0
+    assert transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--resume") == 0
     assert "were there already" not in capsys.readouterr().err
 
 
-def _layout(**more: Any) -> bytes:
-    return small_checkpoint.layout(SMALL, {_NAME: 0}, 20, **more)
+def _layout(**options: Any) -> bytes:
+    return small_checkpoint.layout(SMALL, {_NAME: 0}, 20, **options)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"{}", "is no layout file"),
         (layout_file.join([_layout()])[:-30], "is no layout file"),
@@ -109,16 +106,16 @@ def _layout(**more: Any) -> bytes:
     ],
     ids=["nothing", "cut", "newer", "empty", "rank", "two", "outside", "overlap"],
 )
-def test_what_is_no_layout_file(tmp_path: Path, content: bytes, words: str) -> None:
+def test_invalid_layout_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         layout_file.read(tmp_path / "x")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert str(tmp_path / "x") in str(caught.value)
 
 
 def test_a_layout_file_takes_memory_for_what_is_in_it(tmp_path: Path) -> None:
-    """Not for the largest one that is read, of 2 GiB: where memory is limited it could not be loaded."""
+    """Not for the largest accepted file of 2 GiB, which limited memory could not hold."""
     (tmp_path / "x").write_bytes(layout_file.join([_layout()]))
     tracemalloc.start()
     try:
@@ -132,20 +129,20 @@ def test_a_layout_file_takes_memory_for_what_is_in_it(tmp_path: Path) -> None:
 def test_a_layout_file_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a", described=True)
     small_checkpoint.write(tmp_path / "b", small_checkpoint.Shape(hidden=24), described=True)
-    other = str(tmp_path / "b" / FOLDER / naming.LAYOUT)
-    assert _transform(tmp_path / "a", tmp_path / "c", "--layout", other) == 2
+    other_path = str(tmp_path / "b" / FOLDER / naming.LAYOUT)
+    assert transform(tmp_path / "a", tmp_path / "c", "--layout", other_path) == 2
     assert (
         "is [20, 24] in the layout of mp_rank_00, and [20, 12] in the checkpoint" in capsys.readouterr().err
     )
-    assert _transform(tmp_path / "a", tmp_path / "c", "--layout", other, "--tp", "2") == 2
+    assert transform(tmp_path / "a", tmp_path / "c", "--layout", other_path, "--tp", "2") == 2
     assert "--tp 2: --layout" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 
 def _stages(root: Path) -> Path:
-    """The layout of two tensor ranks and two stages, in a file for each stage."""
+    """The layout of two tensor ranks and two stages, one file per stage."""
     small_checkpoint.write(root / "a", described=True)
-    assert _transform(root / "a", root / "b", "--tp", "2", "--pp", "2") == 0
+    assert transform(root / "a", root / "b", "--tp", "2", "--pp", "2") == 0
     (root / "stages").mkdir()
     for stage in range(2):
         ranks = layout_file.read(root / "b" / FOLDER / naming.LAYOUT).ranks
@@ -160,14 +157,14 @@ def _merge(folder: Path, out: Path) -> int:
 
 def test_layouts_of_stages_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages, out = _stages(tmp_path), tmp_path / "whole.json.gz"
-    # A second copy of a rank is no harm where it says the same.
+    # An identical second copy of a rank does no harm.
     (stages / "again.json.gz").write_bytes((stages / "stage1.json.gz").read_bytes())
     assert _merge(stages, out) == 0
     assert capsys.readouterr().out.endswith(
         f"{out}: the layout of 4 ranks is written (TP2 PP2 VPP1 EP1 ETP2 DP1 CP1)\n"
     )
     assert layout_file.read(out) == layout_file.read(tmp_path / "b" / FOLDER / naming.LAYOUT)
-    assert _transform(tmp_path / "a", tmp_path / "c", "--layout", str(out)) == 0
+    assert transform(tmp_path / "a", tmp_path / "c", "--layout", str(out)) == 0
     assert small_checkpoint.contents(tmp_path / "c") == small_checkpoint.contents(tmp_path / "b")
 
 
@@ -209,7 +206,7 @@ def _gone(stages: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "message"),
     [
         (_alone, "stages: has no layout of tensor rank 0 of stage 0"),
         (_none, "stages: has no layout file, *.json.gz or *.json"),
@@ -222,7 +219,7 @@ def _gone(stages: Path) -> None:
     ],
 )
 def test_layouts_that_are_not_joined(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Path], None], words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Path], None], message: str
 ) -> None:
     stages, out = _stages(tmp_path), tmp_path / "whole.json.gz"
     edit(stages)
@@ -230,5 +227,5 @@ def test_layouts_that_are_not_joined(
     assert _merge(stages, out) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m adaptor layout: ")
-    assert words in line
+    assert message in line
     assert not out.exists()

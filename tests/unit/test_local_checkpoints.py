@@ -1,4 +1,4 @@
-"""What an uploader sees of the save folder: it lists the folder only where that has changed."""
+"""The uploader's view of the save folder; it lists the folder only after a change."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         _LISTED.append(Path(args[0]))
 
 
-# It cannot be removed, and costs an append.
+# An audit hook cannot be removed; it only appends.
 sys.addaudithook(_heard)
 
 
 class Looks:
-    """An uploader that looks each second."""
+    """An uploader that looks once a second."""
 
     def __init__(self, root: Path) -> None:
         self.now = 100.0
@@ -37,31 +37,30 @@ class Looks:
         self._seen = SeenCheckpoints(root, lambda: self.now)
 
     def end(self) -> None:
-        """The job has ended."""
         self._seen.look_anew()
 
     def look(self) -> tuple[list[int], int]:
-        """Return the steps that are seen, and how often the folder was listed for that."""
+        """Return the listed steps, and how often the folder was listed."""
         self.now += 1
         _LISTED.clear()
-        steps = [one.step for one in self._seen.now()]
+        steps = [checkpoint.step for checkpoint in self._seen.now()]
         return steps, _LISTED.count(self._root)
 
 
 @contextlib.contextmanager
-def set_clock(root: Path, known: Callable[[os.stat_result], tuple[int, ...]]) -> Iterator[None]:
-    """Let the file system tell of a folder nothing but what is `known`."""
+def set_clock(root: Path, visible_fields: Callable[[os.stat_result], tuple[int, ...]]) -> Iterator[None]:
+    """Restrict the folder's stat to the fields of `visible_fields`."""
     fstat = os.fstat
 
-    def told(descriptor: int) -> Any:
+    def stat(descriptor: int) -> Any:
         state = fstat(descriptor)
         if Path(f"/proc/self/fd/{descriptor}").readlink() != root:
             return state
-        device, time = known(state)
+        device, time = visible_fields(state)
         return SimpleNamespace(st_dev=device, st_ino=1, st_mtime_ns=time, st_ctime_ns=time)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fstat", told)
+        patch.setattr(os, "fstat", stat)
         yield
 
 
@@ -90,7 +89,7 @@ def test_a_folder_that_does_not_change_is_not_listed(root: Path) -> None:
 
 
 def test_a_change_within_the_resolution_of_the_time_is_seen(root: Path) -> None:
-    """The file system tells no two times within 2 s apart."""
+    """The file system's times have a resolution of 2 s."""
     looks = Looks(root)
     save(root, 10)
     with set_clock(root, lambda state: (state.st_dev, 7)):
@@ -100,7 +99,7 @@ def test_a_change_within_the_resolution_of_the_time_is_seen(root: Path) -> None:
 
 
 def test_a_copy_that_sets_the_time_of_the_folder_is_seen(root: Path) -> None:
-    """As rsync -a does: the folder has the time of its source, which it had before."""
+    """rsync -a gives the folder the time of its source, which it had before."""
     looks = Looks(root)
     save(root, 10)
     state = root.stat()
@@ -114,56 +113,56 @@ def test_a_copy_that_sets_the_time_of_the_folder_is_seen(root: Path) -> None:
 def test_a_client_that_answers_from_a_cache_is_asked_by_an_open(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client of NFS asks the server when a folder is opened; a stat may be a minute old."""
+    """An NFS client asks the server on opening a folder; a stat may be a minute old."""
     looks = Looks(root)
     save(root, 10)
-    known = root.stat()
+    cached = root.stat()
     for _ in range(10):
         looks.look()
     save(root, 20)
     stat = os.stat
 
-    def of_cache(path: Any, **how: Any) -> os.stat_result:
-        return known if path == root else stat(path, **how)
+    def of_cache(path: Any, **options: Any) -> os.stat_result:
+        return cached if path == root else stat(path, **options)
 
     monkeypatch.setattr(os, "stat", of_cache)
-    assert root.stat() is known
+    assert root.stat() is cached
     assert looks.look() == ([10, 20], 1)
 
 
-@pytest.mark.parametrize("how", ["after a while", "at the end of the job"])
-def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, how: str) -> None:
-    """A bucket that is mounted: all folders are of one time."""
-    seen = Looks(root)
+@pytest.mark.parametrize("when", ["after a while", "at the end of the job"])
+def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, when: str) -> None:
+    """In a mounted bucket all folders have the same time."""
+    uploader = Looks(root)
     save(root, 10)
     with set_clock(root, lambda state: (0, 0)):
         for _ in range(10):
-            assert seen.look()[0] == [10]
+            assert uploader.look()[0] == [10]
         save(root, 20)
-        if how == "at the end of the job":
-            seen.end()
-            assert seen.look() == ([10, 20], 1)
+        if when == "at the end of the job":
+            uploader.end()
+            assert uploader.look() == ([10, 20], 1)
         else:
-            assert [10, 20] in [seen.look()[0] for _ in range(round(RELIST_S))]
+            assert [10, 20] in [uploader.look()[0] for _ in range(round(RELIST_S))]
 
 
-def test_what_is_copied_by_hand_is_seen_when_its_manifest_has_come(root: Path, tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_seen_once_it_has_its_manifest(root: Path, tmp_path: Path) -> None:
     looks = Looks(root)
     save(root, 10)
     save(tmp_path / "other", 20)
-    there = tmp_path / "other" / naming.final_name(20)
+    source = tmp_path / "other" / naming.final_name(20)
     copied = root / naming.final_name(20)
     copied.mkdir()
     for _ in range(10):
         assert looks.look()[0] == [10]
-    (copied / naming.MANIFEST).write_bytes((there / naming.MANIFEST).read_bytes())
+    (copied / naming.MANIFEST).write_bytes((source / naming.MANIFEST).read_bytes())
     assert [10, 20] in [looks.look()[0] for _ in range(round(RELIST_S))]
 
 
 def test_a_step_that_is_saved_again_is_seen_as_another_one(root: Path) -> None:
     seen_checkpoints = SeenCheckpoints(root, iter(range(0, 1000, 10)).__next__)
     save(root, 10)
-    (first,) = [one for _ in range(3) for one in seen_checkpoints.now()][-1:]
+    (first,) = [checkpoint for _ in range(3) for checkpoint in seen_checkpoints.now()][-1:]
     save(root, 10, "a1b2c3d4")
     (second,) = seen_checkpoints.now()
     assert first.place != second.place
@@ -183,7 +182,7 @@ def test_steps_from_which_a_user_has_gone_back_are_left_out(root: Path) -> None:
 
 
 def test_a_step_that_the_tracker_does_not_name_yet_is_seen(root: Path) -> None:
-    """It has its name a moment before; the process that looks was started in that moment."""
+    """The folder gets its name first; the process that looks was started in between."""
     for step in (10, 20):
         save(root, step)
     path = root / naming.TRACKER
@@ -193,7 +192,7 @@ def test_a_step_that_the_tracker_does_not_name_yet_is_seen(root: Path) -> None:
     assert Looks(root).look()[0] == [10, 20]
 
 
-def test_what_cannot_be_read_is_read_again(root: Path) -> None:
+def test_an_unreadable_manifest_is_read_again(root: Path) -> None:
     looks = Looks(root)
     save(root, 10)
     path = root / naming.final_name(10) / naming.MANIFEST

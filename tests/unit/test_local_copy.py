@@ -1,4 +1,4 @@
-"""The local copy: what an update changes, as it was before, bit for bit; a dump of it is one of then."""
+"""The local copy holds the state before an update bitwise; a dump of the copy equals a dump of that time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Whole:
-    """An optimizer that every rank has in full: of float32 params, or of float32 copies of `halves`."""
+    """An unsharded optimizer: of float32 params, or of float32 copies of `halves`."""
 
     is_stub_optimizer = False
 
@@ -76,19 +76,19 @@ def rank(kind: str, dtype: torch.dtype) -> TrainingState:
     return TrainingState([model], Chain(Whole(kind, mains, halves)), None, "mp_rank_00")
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(one.dtype == other.dtype and torch.equal(one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return bool(left.dtype == right.dtype and torch.equal(left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_state_before_the_update(kind: str, dtype: torch.dtype) -> None:
+def test_the_copy_is_the_state_before_the_update(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     (live,) = rank(kind, dtype).optimizer.chained_optimizers
     kept = LocalCopy(Chain(live), (None,))
@@ -96,10 +96,10 @@ def test_it_is_the_state_before_the_update(kind: str, dtype: torch.dtype) -> Non
     places: list[set[int]] = []
     for number in range(5):
         live.optimizer.param_groups[1]["lr"] = 1e-2 / (number + 1)
-        before = copy.deepcopy((live.state_dict(), live.get_parameters()))
+        state_before = copy.deepcopy((live.state_dict(), live.get_parameters()))
         kept.take()
         live.update()
-        assert same((past.state_dict(), past.get_parameters()), before)
+        assert same((past.state_dict(), past.get_parameters()), state_before)
         assert not same(past.get_parameters(), live.get_parameters())
         tensors = [*past.get_parameters(), *(s["exp_avg"] for s in past.optimizer.state.values())]
         places.append({tensor.data_ptr() for tensor in tensors})
@@ -116,7 +116,7 @@ def test_attributes_of_a_param_are_saved_with_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dump_of_it_is_the_dump_of_then(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_dump_of_the_copy_equals_the_earlier_dump(dtype: torch.dtype, tmp_path: Path) -> None:
     """The model has its new weights by then."""
     torch.manual_seed(1)
     state = rank("fused", dtype)
@@ -133,12 +133,12 @@ def test_a_dump_of_it_is_the_dump_of_then(dtype: torch.dtype, tmp_path: Path) ->
         param.data.copy_(main.data)
     past = TrainingState(state.model, kept.optimizer, None, "mp_rank_00", live=state.optimizer)
     state_writer.write_files(past, record, Exchange(None, 0, [[0]]), tmp_path, 2)
-    then, now = (
+    dumped_live, dumped_copy = (
         torch.load(tmp_path / f"mp_rank_00/model_optim_rng.pt.{attempt}", weights_only=False)
         for attempt in (1, 2)
     )
-    assert same(now, then)
-    assert not torch.equal(now["model"]["a"], state.model[0].a)
+    assert same(dumped_copy, dumped_live)
+    assert not torch.equal(dumped_copy["model"]["a"], state.model[0].a)
 
 
 def test_a_bare_optimizer_and_one_without_params() -> None:

@@ -1,4 +1,4 @@
-"""The agent's log: errors of ttprun are in it, and its times mean the same everywhere."""
+"""The agent's log holds errors of ttprun, with times in UTC."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.unit.threads import LONG_S
 
 @pytest.fixture
 def _far_from_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as there:
-        there.setenv("TZ", "UTC-09:00")  # POSIX counts to the west: nine hours before UTC
+    with monkeypatch.context() as context:
+        context.setenv("TZ", "UTC-09:00")  # POSIX counts to the west: nine hours before UTC
         time.tzset()
         yield
     time.tzset()
@@ -29,7 +29,7 @@ def test_an_error_is_logged_with_its_traceback_and_in_utc(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = Log(config.load({"TTP_LOG_PATH": str(tmp_path)}))
-    before = datetime.now(timezone.utc)
+    start = datetime.now(timezone.utc)
     try:
         raise KeyError("of the test")
     except KeyError as error:
@@ -41,6 +41,6 @@ def test_an_error_is_logged_with_its_traceback_and_in_utc(
     first = re.match(r"(\S+)Z ERROR an error in the test: Traceback", written)
     assert first is not None, written
     at = datetime.fromisoformat(f"{first[1]}000+00:00")
-    assert abs((at - before).total_seconds()) < 3600, "local time is nine hours away"
+    assert abs((at - start).total_seconds()) < 3600, "local time is nine hours away"
     assert written.endswith("KeyError: 'of the test'\n")
     assert capfd.readouterr().err.endswith("KeyError: 'of the test'\n")

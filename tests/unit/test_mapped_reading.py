@@ -1,4 +1,4 @@
-"""What the check before a load has read is mapped, and only that; the framework gets the same values."""
+"""Only files that the check before a load has read are mapped; the framework gets the same values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("group_of_one", "_patched")
 
 NAME = "mp_rank_00/distrib_optim.pt"
 OLDER, NEWER = 1, 2
-LARGE = 1 << 19  # elements, 2 MiB: no less than what is mapped
+LARGE = 1 << 19  # elements, 2 MiB: the smallest mapped size
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,6 @@ def save_torch_dist(folder: Path, step: int) -> list[str]:
 
 
 def add(root: Path, step: int, save: Callable[[Path, int], list[str]], *, hashed: bool = True) -> Path:
-    """Publish a checkpoint; return its folder."""
     folder = publish.prepare(root, step)
     entries = [hashing.entry_of(folder / name, name) for name in save(folder, step)]
     if not hashed:
@@ -71,29 +70,29 @@ def add(root: Path, step: int, save: Callable[[Path, int], list[str]], *, hashed
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Load as frameworks do: of `torch_dist` into tensors that are there."""
+    """Load as frameworks do: `torch_dist` into existing tensors."""
     if (folder / NAME).exists():
         return torch.load(folder / NAME, map_location="cpu")
-    found = {key: value * 0 for key, value in state(0).items()}
-    dcp.load(found, checkpoint_id=folder)
-    return found
+    loaded = {key: value * 0 for key, value in state(0).items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    return loaded
 
 
-def assert_same(found: dict[str, Any], step: int) -> None:
+def assert_same(loaded: dict[str, Any], step: int) -> None:
     expected = state(step)
-    assert found.keys() == expected.keys()
+    assert loaded.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        assert torch.equal(loaded[key], value) if isinstance(value, torch.Tensor) else loaded[key] == value
 
 
 def mapped() -> set[str]:
-    """The names of the files of checkpoints that this process has mapped."""
+    """The names of checkpoint files that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split("iter_", 1)[1] for line in lines if "iter_" in line}
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Notes what is mapped while a tensor is put in its place."""
+    """Records the mapped files while a tensor is copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,40 +105,40 @@ class Planner(dcp.DefaultLoadPlanner):
 def test_a_file_that_was_checked_is_mapped(tmp_path: Path) -> None:
     folder = add(tmp_path, NEWER, save_torch)
     resume_check.require_intact(tmp_path, tmp_path)
-    found = load(folder)
+    loaded = load(folder)
     assert mapped() == {f"{NEWER:07}/{NAME}"}
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)
 
 
 def test_tensors_of_torch_dist_are_mapped_until_they_are_copied(tmp_path: Path) -> None:
     folder = add(tmp_path, NEWER, save_torch_dist)
     resume_check.require_intact(tmp_path, tmp_path)
-    found, planner = {key: value * 0 for key, value in state(0).items()}, Planner()
-    dcp.load(found, checkpoint_id=folder, planner=planner)
+    loaded, planner = {key: value * 0 for key, value in state(0).items()}, Planner()
+    dcp.load(loaded, checkpoint_id=folder, planner=planner)
     assert planner.mapped == {f"{NEWER:07}/__0_0.distcp"}
     assert mapped() == set()
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)
 
 
 @pytest.mark.parametrize("save", [save_torch, save_torch_dist])
-def test_what_is_written_to_a_tensor_does_not_come_to_the_file(
+def test_writing_to_a_tensor_does_not_change_the_file(
     tmp_path: Path, save: Callable[[Path, int], list[str]]
 ) -> None:
     folder = add(tmp_path, NEWER, save)
     resume_check.require_intact(tmp_path, tmp_path)
-    found = load(folder)
-    found["large"].add_(1)
-    found["its-storage-again"].zero_()
-    resume_check.require_intact(tmp_path, tmp_path)  # it would go back, and find nothing
+    loaded = load(folder)
+    loaded["large"].add_(1)
+    loaded["its-storage-again"].zero_()
+    resume_check.require_intact(tmp_path, tmp_path)  # otherwise it would go back, and find no step
     assert_same(load(folder), NEWER)
 
 
 def test_tensors_outlive_their_file(tmp_path: Path) -> None:
     folder = add(tmp_path, NEWER, save_torch)
     resume_check.require_intact(tmp_path, tmp_path)
-    found = load(folder)
+    loaded = load(folder)
     (folder / NAME).unlink()
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)
 
 
 def test_a_small_tensor_keeps_no_file(tmp_path: Path) -> None:
@@ -150,30 +149,30 @@ def test_a_small_tensor_keeps_no_file(tmp_path: Path) -> None:
     assert torch.equal(small, state(NEWER)["small"])
 
 
-def test_a_file_of_which_only_the_size_was_compared_is_not_mapped(tmp_path: Path) -> None:
+def test_a_file_checked_only_by_size_is_not_mapped(tmp_path: Path) -> None:
     folder = add(tmp_path, NEWER, save_torch, hashed=False)
     resume_check.require_intact(tmp_path, tmp_path)
     assert_same(load(folder), NEWER)
-    found = load(folder)
+    loaded = load(folder)
     assert mapped() == set()
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)
 
 
 def test_a_file_that_was_not_checked_is_not_mapped(tmp_path: Path) -> None:
     older, newer = (add(tmp_path, step, save_torch) for step in (OLDER, NEWER))
     with context.part(CheckedFiles).loading():
         resume_check.require_intact(tmp_path, tmp_path)
-        found = load(older)
+        loaded = load(older)
         assert mapped() == set()
-        assert_same(found, OLDER)
-    found = load(newer)  # the load is over
+        assert_same(loaded, OLDER)
+    loaded = load(newer)  # the load has ended
     assert mapped() == set()
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)
 
 
 @pytest.mark.parametrize("save", [save_torch, save_torch_dist])
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_where_one_is_damaged_the_older_one_is_mapped(
+def test_the_older_checkpoint_is_mapped_if_the_newer_is_damaged(
     tmp_path: Path, save: Callable[[Path, int], list[str]], damage: str
 ) -> None:
     older, newer = (add(tmp_path, step, save) for step in (OLDER, NEWER))
@@ -183,19 +182,19 @@ def test_where_one_is_damaged_the_older_one_is_mapped(
     large.write_bytes(content if damage == "flipped" else content[:-1])
     resume_check.require_intact(tmp_path, tmp_path)
     assert tracker.tracked_step(tmp_path) == OLDER
-    found = load(older)
+    loaded = load(older)
     assert mapped() <= {f"{OLDER:07}/{NAME}"}
-    assert_same(found, OLDER)
+    assert_same(loaded, OLDER)
 
 
-def test_where_a_file_system_maps_nothing_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = add(tmp_path, NEWER, save_torch)
     resume_check.require_intact(tmp_path, tmp_path)
 
-    def refuse(*given: object) -> None:
+    def refuse(*arguments: object) -> None:
         raise RuntimeError("unable to mmap 6292480 bytes from file: No such device (19)")
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
-    found = load(folder)
+    loaded = load(folder)
     assert mapped() == set()
-    assert_same(found, NEWER)
+    assert_same(loaded, NEWER)

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM in a job with `--nnodes MIN:MAX`: what is kept, changed and refused."""
+"""The arguments of Megatron-LM in a job with `--nnodes MIN:MAX`: kept, changed or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptor.errors import AdaptorError
 from adaptor.frameworks import megatron_nodes, reshape_sizes
 from adaptor.protocol import environment
 
-# Of a job that fits its nodes.
+# Arguments of a job that fits its nodes.
 FITS: dict[str, Any] = {
     "rank": 0,
     "world_size": 12,
@@ -31,7 +31,7 @@ FITS: dict[str, Any] = {
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """3 nodes, of 2 to 4; 4 were there before."""
+    """3 nodes of 2 to 4; the previous start had 4."""
     monkeypatch.setenv(environment.NODES, "2:4")
     monkeypatch.setenv(environment.NODES_BEFORE, "4")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
@@ -58,7 +58,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ids=["as it is", "context parallel", "ramp-up", "rounded by the framework", "experts"],
 )
 def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):  # the framework parses its arguments more than once
+    for _ in range(2):  # the framework parses its arguments several times
         args = Namespace(**{**FITS, **given})
         megatron_nodes.fit(args)
     assert args == Namespace(**{**FITS, **given})
@@ -71,7 +71,7 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"global_batch_size": None}, "--nnodes 2:4 without --global-batch-size: "),
         ({"dataloader_type": "cyclic"}, "--nnodes 2:4 with --dataloader-type cyclic: "),
@@ -98,10 +98,10 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
         ),
     ],
 )
-def test_a_job_that_does_not_fit(given: dict[str, Any], words: str) -> None:
+def test_a_job_that_does_not_fit(given: dict[str, Any], message: str) -> None:
     with pytest.raises(AdaptorError) as refused:
         megatron_nodes.fit(Namespace(**{**FITS, **given}))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({}, "--ttp-batch nearest without --train-samples: "),
         (
@@ -126,19 +126,19 @@ def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         ),
     ],
 )
-def test_where_no_batch_is_chosen(given: dict[str, Any], words: str, nodes: pytest.MonkeyPatch) -> None:
+def test_where_no_batch_is_chosen(given: dict[str, Any], message: str, nodes: pytest.MonkeyPatch) -> None:
     nodes.setenv("TTP_BATCH", "nearest")
-    with pytest.raises(AdaptorError, match=words):
+    with pytest.raises(AdaptorError, match=message):
         megatron_nodes.fit(Namespace(**{**FITS, "global_batch_size": 40, **given}))
 
 
-@pytest.mark.parametrize(("batch", "found"), [(1, 12), (17, 12), (18, 12), (19, 24), (24, 24)])
-def test_what_is_nearest(batch: int, found: int) -> None:
-    assert megatron_nodes.nearest(batch, 12) == found
+@pytest.mark.parametrize(("batch", "nearest_batch"), [(1, 12), (17, 12), (18, 12), (19, 24), (24, 24)])
+def test_the_nearest_batch_size(batch: int, nearest_batch: int) -> None:
+    assert megatron_nodes.nearest(batch, 12) == nearest_batch
 
 
-def test_a_fixed_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The framework alone decides what it accepts."""
+def test_a_fixed_number_of_nodes_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The framework alone decides then."""
     monkeypatch.delenv(environment.NODES, raising=False)
     context.forget()
     args = Namespace(**{**FITS, "global_batch_size": 7, "dataloader_type": "cyclic", "train_samples": 10})
@@ -158,7 +158,7 @@ def test_a_fixed_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, {"TTP_REPLICA": "split"}, (2, 4)),
     ],
 )
-def test_with_how_many_nodes_a_job_could_train(
+def test_the_numbers_of_nodes_that_a_job_can_use(
     given: dict[str, Any], settings: dict[str, str], numbers: tuple[int, ...], nodes: pytest.MonkeyPatch
 ) -> None:
     for name, value in settings.items():
@@ -191,7 +191,7 @@ MODEL = {
         ({"world_size": 3, "ckpt_format": "torch_dist"}, (1, 1)),
         ({"world_size": 6, "ckpt_format": "zarr"}, None),
         ({"world_size": 6, "decoder_first_pipeline_num_layers": 1}, None),
-        # Chunks of a pipeline are of the size that it has.
+        # Chunks of a pipeline keep its size.
         (
             {"world_size": 4, "pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2},
             (2, 2),
@@ -217,7 +217,6 @@ def test_the_command_that_makes_it_fit() -> None:
 
 @pytest.mark.usefixtures("nodes")
 def test_the_command_for_chunks_in_the_sharded_format() -> None:
-    """The pipeline stays as it is, and its chunks with it."""
     chunks = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
     given = {**chunks, "num_attention_heads": 1}
     with pytest.raises(AdaptorError, match="--tp 1 --pp 2 --vpp 2 --format torch_dist` and start with"):
@@ -226,7 +225,7 @@ def test_the_command_for_chunks_in_the_sharded_format() -> None:
 
 @pytest.mark.usefixtures("nodes")
 def test_the_command_that_makes_experts_fit() -> None:
-    """No pipeline is short enough: another expert parallel size is."""
+    """No shorter pipeline fits, but another expert parallel size does."""
     experts = {"num_experts": 8, "expert_model_parallel_size": 4, "save": "/runs/moe", "num_layers": 3}
     with pytest.raises(AdaptorError) as refused:
         megatron_nodes.fit(Namespace(**{**MODEL, **experts, "world_size": 12}))
@@ -239,7 +238,7 @@ def test_the_command_that_makes_experts_fit() -> None:
     )
 
 
-# With the pipeline as it is the data-parallel size would be 3, which does not divide the batch.
+# With the pipeline unchanged the data-parallel size would be 3, which does not divide the batch.
 OTHER_PIPELINE = {
     "num_experts": 8,
     "expert_model_parallel_size": 4,
@@ -263,7 +262,7 @@ OPTION = re.compile(r"--(\w+)-model-parallel-size (\d+)")
 
 @pytest.mark.parametrize("reshape", ["", "auto"])
 def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: pytest.MonkeyPatch) -> None:
-    """Whatever the job: who follows the line is not told that the sizes do not fit either."""
+    """Following the line never leads to a second refusal of sizes."""
     if reshape:
         nodes.setenv("TTP_RESHAPE", reshape)
     followed = 0
@@ -277,20 +276,20 @@ def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: py
             "expert_model_parallel_size": expert,
         }
         model = {"num_experts": 8, "num_layers": layers, "global_batch_size": batch}
-        given = {**MODEL, **model, **sizes}
+        arguments = {**MODEL, **model, **sizes}
         try:
-            megatron_nodes.fit(Namespace(**given))
+            megatron_nodes.fit(Namespace(**arguments))
         except AdaptorError as refused:
             options = OPTION.findall(str(refused))
-            named = {f"{which}_model_parallel_size": int(size) for which, size in options}
+            named = {f"{parallelism}_model_parallel_size": int(size) for parallelism, size in options}
             if "expert_model_parallel_size" in named:
-                megatron_nodes.fit(Namespace(**{**given, **named}))
+                megatron_nodes.fit(Namespace(**{**arguments, **named}))
                 followed += 1
     assert followed > 20
 
 
 @pytest.mark.parametrize(
-    ("wanted", "given", "line"),
+    ("setting", "given", "line"),
     [
         ("auto", {}, "TP2 PP1 in place of TP2 PP2 (TTP_RESHAPE), data-parallel size 3, global batch 48: 16 "),
         (
@@ -304,18 +303,18 @@ def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: py
     ids=["chosen", "given", "not needed", "one head"],
 )
 def test_a_job_takes_other_sizes(
-    wanted: str,
+    setting: str,
     given: dict[str, Any],
     line: str,
     nodes: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    nodes.setenv("TTP_RESHAPE", wanted)
+    nodes.setenv("TTP_RESHAPE", setting)
     args = Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
     megatron_nodes.fit(args)
     output.finish()
     assert line in capfd.readouterr().err
-    # With 4 nodes, and 8 ranks, the sizes that the arguments say; with 2 others again.
+    # With 4 nodes and 8 ranks the sizes of the arguments; with 2 nodes other sizes again.
     assert context.part(environment.Nodes).fitting == (2, 3, 4)
 
 
@@ -329,7 +328,7 @@ def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "given", "words"),
+    ("setting", "given", "message"),
     [
         (
             "tp=3,pp=1",
@@ -379,10 +378,10 @@ def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sizes_that_no_job_can_take(
-    wanted: str, given: dict[str, Any], words: str, nodes: pytest.MonkeyPatch
+    setting: str, given: dict[str, Any], message: str, nodes: pytest.MonkeyPatch
 ) -> None:
-    nodes.setenv("TTP_RESHAPE", wanted)
-    with pytest.raises(AdaptorError, match=words):
+    nodes.setenv("TTP_RESHAPE", setting)
+    with pytest.raises(AdaptorError, match=message):
         megatron_nodes.fit(
             Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
         )

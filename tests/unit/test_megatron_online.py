@@ -1,4 +1,4 @@
-"""The start of a new process among survivors, in Megatron-LM."""
+"""The start of a newcomer among survivors in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from adaptor.frameworks.training_loop import loads_nothing
 
 
-def test_what_its_model_is_built_with() -> None:
+def test_a_newcomer_builds_its_model_with_the_survivors_arguments() -> None:
     """It reads no checkpoint; its arguments, which are saved, are then those of all. It draws weights: else
     one that is cut by tensor parallelism counts in the gradient norm as if it were not."""
     args = SimpleNamespace(load="/save", perform_initialization=True, seed=1)
-    before = dict(vars(args))
+    arguments_before = dict(vars(args))
     with loads_nothing(args):
         assert vars(args) == {"load": None, "perform_initialization": True, "seed": 1}
-    assert vars(args) == before
+    assert vars(args) == arguments_before
     with pytest.raises(RuntimeError), loads_nothing(args):
         raise RuntimeError
-    assert vars(args) == before
+    assert vars(args) == arguments_before

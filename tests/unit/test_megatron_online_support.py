@@ -1,4 +1,4 @@
-"""Which jobs of Megatron-LM are recovered online."""
+"""The jobs of Megatron-LM that are recovered online."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_a_version_that_was_tested(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "0.12.0rc2", "0.21.0"])
 def test_a_version_that_was_not(version: str) -> None:
-    told = f"Megatron-LM {version} has not been tested with it; 0.12 to 0.20 have been"
-    assert of_version(version) == told
+    reason = f"Megatron-LM {version} has not been tested with it; 0.12 to 0.20 have been"
+    assert of_version(version) == reason
 
 
 @pytest.mark.parametrize(
-    ("packages", "why"),
+    ("packages", "reason"),
     [
         (["mindspeed", "mindspeed_llm"], ""),
         (["mindspeed"], "it has not been tested with mindspeed"),
@@ -35,9 +35,9 @@ def test_a_version_that_was_not(version: str) -> None:
     ],
 )
 def test_packages_that_change_the_loop(
-    packages: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+    packages: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MindSpeed-LLM's own loop was tested; another one beside MindSpeed was not."""
+    """MindSpeed-LLM's loop was tested; other packages on MindSpeed were not."""
     info = types.ModuleType("megatron.core.package_info")
     info.__version__ = "0.12.1"  # type: ignore[attr-defined]
     for name in ("mindspeed_llm", "mindspeed", "modellink"):
@@ -45,11 +45,11 @@ def test_packages_that_change_the_loop(
     for name in packages:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", info)
-    assert of_framework() == why
+    assert of_framework() == reason
 
 
 def test_data_that_cannot_be_read_once_more() -> None:
-    """The framework wraps iterators in one of its own; a script may give others."""
+    """The framework wraps iterators in its own class; a script may pass others."""
     wrapped = SimpleNamespace(iterable=iter([]))
     assert of_data({"train_data_iterator": wrapped, "valid_data_iterator": None}) == ""
     assert of_data({"train_data_iterator": [wrapped, None], "valid_data_iterator": [wrapped]}) == ""
@@ -61,30 +61,24 @@ def test_data_that_cannot_be_read_once_more() -> None:
 
 
 EXTERNAL = "a data loader of the script's own (--dataloader-type external)"
-# Its place is saved, and nothing is evaluated.
+# Its position is saved, and there is no evaluation.
 OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval_iters": 0}
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         ({"cuda_graph_impl": "none", "enable_cuda_graph": False, "async_save": True}, ""),
         ({"cuda_graph_impl": "local"}, "CUDA graphs hold the groups of the start"),
         ({"use_sharp": True}, "SHARP is bound to the groups of the start"),
-        (
-            {"iterations_to_skip": [], "moe_token_dispatcher_type": "alltoall", "cpu_offloading": False},
-            "",
-        ),
+        ({"iterations_to_skip": [], "moe_token_dispatcher_type": "alltoall", "cpu_offloading": False}, ""),
         ({"iterations_to_skip": [4]}, "--iterations-to-skip reads data outside of steps"),
         ({**FLEX, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}, ""),
         (
             {**FLEX, "expert_model_parallel_size": 8},
             "DeepEP over 16 ranks, more than 8, uses NVSHMEM, which a process initializes once",
         ),
-        (
-            {**FLEX, "expert_model_parallel_size": 64, "moe_flex_dispatcher_backend": "hybridep"},
-            "",
-        ),
+        ({**FLEX, "expert_model_parallel_size": 64, "moe_flex_dispatcher_backend": "hybridep"}, ""),
         (
             {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
             "--moe-flex-dispatcher-backend ncclep has buffers of its own between ranks",
@@ -95,10 +89,7 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
             {"tp_comm_overlap": True, "tp_comm_bootstrap_backend": "mpi"},
             "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged",
         ),
-        (
-            {"delay_wgrad_compute": True},
-            "--delay-wgrad-compute keeps work of a step in queues of its own",
-        ),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute keeps work of a step in queues of its own"),
         (
             {"overlap_dispatch_backward_with_experts_wgrad": True, "delay_wgrad_compute": False},
             "--overlap-dispatch-backward-with-experts-wgrad keeps work of a step in queues of its own",
@@ -116,14 +107,8 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
         ),
         ({"moe_shared_expert_overlap": True, "defer_embedding_wgrad_compute": True}, ""),
         ({"dataloader_type": "cyclic", "moe_router_force_biased": None, "logits_load_dir": None}, ""),
-        (
-            {"dataloader_type": "external"},
-            f"{EXTERNAL} may begin anew in a new process",
-        ),
-        (
-            {**OWN_LOADER, "eval_iters": 10},
-            f"{EXTERNAL} may begin its evaluation anew in a new process",
-        ),
+        ({"dataloader_type": "external"}, f"{EXTERNAL} may begin anew in a new process"),
+        ({**OWN_LOADER, "eval_iters": 10}, f"{EXTERNAL} may begin its evaluation anew in a new process"),
         (OWN_LOADER, ""),
         ({"moe_router_force_biased": 0.5}, "--moe-router-force-biased draws numbers once for each process"),
         (
@@ -138,10 +123,7 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
             {"logits_load_dir": "logits"},
             "--logits-load-dir reads a teacher's data outside of the data loader",
         ),
-        (
-            {"enable_share_memory": True},
-            "--enable-share-memory has all ranks meet once in each process",
-        ),
+        ({"enable_share_memory": True}, "--enable-share-memory has all ranks meet once in each process"),
         ({"use_ascend_mc2": True, "use_ascend_coc": True, "schedules_method": None, "stage": "dpo"}, ""),
         (
             {"use_ascend_coc": True, "coc_fused_kernel": True},
@@ -153,5 +135,5 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
         ),
     ],
 )
-def test_options_with_which_all_ranks_start_again(options: dict[str, object], why: str) -> None:
-    assert of_options(SimpleNamespace(**options)) == why
+def test_options_with_which_all_ranks_start_again(options: dict[str, object], reason: str) -> None:
+    assert of_options(SimpleNamespace(**options)) == reason

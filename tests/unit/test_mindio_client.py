@@ -1,4 +1,4 @@
-"""What an installed mindio_ttp is told, and when: the SDK itself is in tests/integration."""
+"""The calls to an installed mindio_ttp; the SDK itself is tested in tests/integration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.trainee import BATCH, CountingTrainee, Loop
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("settings", "message"),
     [
         ({"TTP_PROVIDE_MINDIO": "1"}, "but TTP_PROVIDE_MINDIO is True: one of them is for an installed"),
         (
@@ -33,9 +33,9 @@ from tests.unit.trainee import BATCH, CountingTrainee, Loop
         ),
     ],
 )
-def test_what_the_other_engine_does_not_do(more: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"TTP_ENGINE is 'mindio', {words}"):
-        MindioEngine().require(config.load({"TTP_ENGINE": "mindio", **more}))
+def test_settings_that_the_engine_refuses(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"TTP_ENGINE is 'mindio', {message}"):
+        MindioEngine().require(config.load({"TTP_ENGINE": "mindio", **settings}))
 
 
 # the installed SDK
@@ -43,7 +43,7 @@ def test_what_the_other_engine_does_not_do(more: dict[str, str], words: str) -> 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a package `mindio_ttp` can be put, and none is."""
+    """A folder on the path for a package `mindio_ttp`, still empty."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
         monkeypatch.delitem(sys.modules, name)
@@ -85,12 +85,12 @@ def test_it_cannot_be_imported(site: Path) -> None:
 # who holds what
 
 
-def shares(*held: tuple[str, int, int]) -> list[tuple[Share, ...]]:
-    return [(Share(*one),) for one in held]
+def shares(*shards: tuple[str, int, int]) -> list[tuple[Share, ...]]:
+    return [(Share(*shard),) for shard in shards]
 
 
 @pytest.mark.parametrize(
-    "told",
+    "layouts",
     [
         shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2), ("a", 1, 2)),
         shares(("a", 1, 2), ("a", 1, 2), ("a", 0, 2), ("a", 0, 2)),
@@ -99,13 +99,13 @@ def shares(*held: tuple[str, int, int]) -> list[tuple[Share, ...]]:
     ],
     ids=["split", "in-any-order", "everyone-has-all", "no-copies"],
 )
-def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> None:
-    """Read by our own implementation of the interface, which is tested against its documentation."""
-    for rank, (share,) in enumerate(told):
-        (read,) = replicas.of_newer(rank, runtime.replica_info(rank, told))
+def test_the_copies_in_the_sdk_s_terms_match_the_holders(layouts: list[tuple[Share, ...]]) -> None:
+    """Read by the adaptor's implementation of the interface, which has tests of its own."""
+    for rank, (share,) in enumerate(layouts):
+        (read,) = replicas.of_newer(rank, runtime.replica_info(rank, layouts))
         assert [(share.index, share.count) for share in read.shares(rank)] == [(share.index, share.count)]
         for place, holder in enumerate(read.ranks):
-            assert told[holder] == (Share(share.group, place % share.count, share.count),)
+            assert layouts[holder] == (Share(share.group, place % share.count, share.count),)
 
 
 def test_layouts_without_words() -> None:
@@ -126,19 +126,19 @@ def test_an_order() -> None:
 # steps
 
 
-class Held(Exception):
-    """Where the main thread would wait for the SDK to end the process."""
+class BlockedError(Exception):
+    """Raised where the main thread would wait for the SDK to end the process."""
 
 
-class Told:
-    """In the place of the SDK: what it is told, and what could be saved at that moment.
+class RecordingSdk:
+    """Replaces the SDK: records the calls, and the state that could be saved at each call.
 
-    At each call a thread of the SDK's may ask for the state that it believes to be there.
+    At each call a thread of the SDK may request the state that the SDK believes to be there.
     """
 
     def __init__(self, session: MindioSession, trainee: CountingTrainee) -> None:
         self.session, self.trainee, self.loop = session, trainee, Loop(session, trainee)
-        self.calls: list[tuple[str, int, int]] = []  # with the update that the live state is of
+        self.calls: list[tuple[str, int, int]] = []  # with the update of the live state
 
     def tft_start_copy_os(self) -> None:
         self.calls.append(("copy", -1, self.trainee.weights))
@@ -154,78 +154,78 @@ class Told:
         self.calls.append(("end", step, self.trainee.weights))
 
 
-def begun(origin: int, *, has_local_copy: bool) -> Iterator[Told]:
+def begun(origin: int, *, has_local_copy: bool) -> Iterator[RecordingSdk]:
     memory = BoardMemory([0])
     trainee = CountingTrainee(has_local_copy=has_local_copy)
 
     def connect(trainee: Trainee, origin: int) -> None:
-        session.window.sdk = told
+        session.window.sdk = sdk
 
     def broke(error: str) -> NoReturn:
-        raise Held(error)
+        raise BlockedError(error)
 
     session = MindioSession(Board(0, memory.path, memory.slots), connect, broke)
-    told = Told(session, trainee)
-    told.loop.begin(origin)
-    yield told
+    sdk = RecordingSdk(session, trainee)
+    sdk.loop.begin(origin)
+    yield sdk
     memory.close()
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
+def sdk() -> Iterator[RecordingSdk]:
     yield from begun(0, has_local_copy=False)
 
 
 @pytest.fixture
-def with_a_copy() -> Iterator[Told]:
+def with_a_copy() -> Iterator[RecordingSdk]:
     yield from begun(4, has_local_copy=True)
 
 
-def test_an_update_is_between_what_the_sdk_is_told(told: Told) -> None:
-    told.loop.step(1)
-    assert told.calls == [("start", -1, 0), ("end", 1, 1)]
-    assert not told.session.is_in_the_copy(0)
-    assert told.session.record_of(1).samples == BATCH
+def test_an_update_lies_between_two_calls_of_the_sdk(sdk: RecordingSdk) -> None:
+    sdk.loop.step(1)
+    assert sdk.calls == [("start", -1, 0), ("end", 1, 1)]
+    assert not sdk.session.is_in_the_copy(0)
+    assert sdk.session.record_of(1).samples == BATCH
 
 
-def test_a_loaded_step_is_told(with_a_copy: Told) -> None:
+def test_a_loaded_step_is_reported(with_a_copy: RecordingSdk) -> None:
     assert with_a_copy.calls == [("start", 4, 4), ("end", 4, 4)]
 
 
-def test_what_is_in_the_copy(with_a_copy: Told) -> None:
+def test_the_steps_in_the_copy(with_a_copy: RecordingSdk) -> None:
     with_a_copy.loop.step(5)
     assert with_a_copy.calls[2:] == [("copy", -1, 4), ("start", 4, 4), ("end", 5, 5)]
-    assert (with_a_copy.session.is_in_the_copy(4), with_a_copy.trainee.before) == (True, 4)
+    assert (with_a_copy.session.is_in_the_copy(4), with_a_copy.trainee.copied) == (True, 4)
     assert not with_a_copy.session.is_in_the_copy(5)
 
 
-def test_a_skipped_step_is_told_as_one(told: Told, with_a_copy: Told) -> None:
-    told.loop.step(1)
-    told.loop.skip(2)
-    assert told.calls[2:] == [("start", -1, 1), ("end", 2, 1)]
+def test_a_skipped_step_is_reported_as_a_step(sdk: RecordingSdk, with_a_copy: RecordingSdk) -> None:
+    sdk.loop.step(1)
+    sdk.loop.skip(2)
+    assert sdk.calls[2:] == [("start", -1, 1), ("end", 2, 1)]
     with_a_copy.loop.step(5)
     with_a_copy.loop.skip(6)
     assert with_a_copy.calls[5:] == [("start", 5, 5), ("end", 6, 5)]
-    assert not with_a_copy.session.is_in_the_copy(5)  # the live state is that of both
+    assert not with_a_copy.session.is_in_the_copy(5)  # both steps have the same live state
 
 
-def test_a_broken_barrier_leaves_the_step_before(told: Told) -> None:
+def test_a_broken_barrier_leaves_the_step_before(sdk: RecordingSdk) -> None:
     def broken() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    told.loop.step(1)
-    told.trainee.barrier = broken
-    with pytest.raises(Held, match="Connection closed by peer"):
-        told.loop.step(2)
-    assert told.calls[2:] == []
-    assert (told.trainee.weights, told.session.record_of(1).samples) == (1, BATCH)
+    sdk.loop.step(1)
+    sdk.trainee.barrier = broken
+    with pytest.raises(BlockedError, match="Connection closed by peer"):
+        sdk.loop.step(2)
+    assert sdk.calls[2:] == []
+    assert (sdk.trainee.weights, sdk.session.record_of(1).samples) == (1, BATCH)
 
 
-def test_an_exception_in_the_update_does_not_end_it(told: Told) -> None:
-    told.session.begin_step(1)
-    told.session.before_update(told.loop.inner[0])
-    told.session.window.give_up()
-    assert told.calls == [("start", -1, 0)]
+def test_an_exception_in_the_update_does_not_end_it(sdk: RecordingSdk) -> None:
+    sdk.session.begin_step(1)
+    sdk.session.before_update(sdk.loop.inner[0])
+    sdk.session.window.give_up()
+    assert sdk.calls == [("start", -1, 0)]
 
 
 def test_an_sdk_whose_controller_is_gone(

@@ -1,4 +1,4 @@
-"""A script that speaks the interface of MindIO TTP, its session, and an agent on the other side."""
+"""A script that uses MindIO TTP's interface, its session, and an agent as the peer."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from tests.unit.threads import LONG_S
 GROUP = "attention-of-rank-0"
 
 
-class Held(Exception):
-    """Where the main thread would be kept for ever."""
+class BlockedError(Exception):
+    """Raised where the main thread would block forever."""
 
 
 @dataclass
-class Agent:
-    """The agent's side, and the job of the worker's."""
+class AgentSide:
+    """The agent's end of the connection, and the worker's job."""
 
     memory: BoardMemory
     worker: runtime.Runtime
     job: Job
     connection: socket.socket
-    left: threading.Event
+    exited: threading.Event
 
     @property
     def board(self) -> BoardRecord:
@@ -91,14 +91,16 @@ class Agent:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentSide]:
     event = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: event.set())
     monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
-    monkeypatch.setattr(runtime.Board, "hold_lifeline", lambda board: None)  # for as long as the thread lives
+    monkeypatch.setattr(
+        runtime.Board, "hold_lifeline", lambda board: None
+    )  # the lifeline lasts as long as the thread
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
-    monkeypatch.setattr(job_module, "REST_S", 0.0)  # the main thread is the test's, and orders the dump
+    monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # restored after the test
+    monkeypatch.setattr(job_module, "REST_S", 0.0)  # the test is the main thread, and orders the dump
     memory = BoardMemory([0])
     address = f"ttp-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -118,11 +120,11 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setattr(runtime, "_runtime", worker)
 
     def hold() -> None:
-        raise Held
+        raise BlockedError
 
     monkeypatch.setattr(worker.session, "hold", hold)
     with connection:
-        yield Agent(memory, worker, job_module.get(), connection, event)
+        yield AgentSide(memory, worker, job_module.get(), connection, event)
     for thread in threading.enumerate():
         if thread.name == "ttp-processor":
             thread.join(LONG_S)
@@ -136,7 +138,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 # steps
 
 
-def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
+def test_training_begins_when_the_first_update_has_ended(agent: AgentSide) -> None:
     agent.join()
     interface.tft_start_updating_os()
     assert agent.board.phase_name == "STARTING"
@@ -151,7 +153,7 @@ def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
     assert agent.gives == [8]
 
 
-def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: Agent) -> None:
+def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: AgentSide) -> None:
     agent.join()
     interface.tft_report_load_ckpt_step(5)
     interface.tft_start_updating_os()
@@ -161,11 +163,11 @@ def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: A
     assert agent.gives == [6]
 
 
-@pytest.mark.parametrize("told", ["pause", "args", "backup", "end"])
-def test_a_step_without_an_update(agent: Agent, told: str) -> None:
-    agent.join(has_local_copy=told == "backup")
+@pytest.mark.parametrize("call", ["pause", "args", "backup", "end"])
+def test_a_step_without_an_update(agent: AgentSide, call: str) -> None:
+    agent.join(has_local_copy=call == "backup")
     agent.step(4)
-    match told:
+    match call:
         case "pause":
             interface.tft_pause_train(5)
         case "args":
@@ -184,30 +186,30 @@ def test_a_step_without_an_update(agent: Agent, told: str) -> None:
     assert agent.gives == [6]
 
 
-def test_a_local_copy(agent: Agent) -> None:
+def test_a_local_copy(agent: AgentSide) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
     interface.tft_start_copy_os()
     assert agent.gives == [4, 5]
     assert (
         agent.worker.session.freezer.freeze(0.0) is None
-    )  # the copy is being made: this ends with the update
+    )  # the copy is in progress and ends with the update
     interface.tft_start_updating_os(4)
     assert (agent.board.phase_name, agent.gives) == ("UPDATING", [4, 5])
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_end_updating_os(5)
     assert agent.gives == [4, 5]
 
 
 @pytest.mark.parametrize("backup", [-1, 3], ids=["none", "an-older-one"])
-def test_an_update_of_which_there_is_no_copy(agent: Agent, backup: int) -> None:
+def test_an_update_of_which_there_is_no_copy(agent: AgentSide, backup: int) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
     interface.tft_start_updating_os(backup)
     assert agent.gives == [5]
 
 
-def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> None:
+def test_an_exception_while_copying_leaves_the_state_intact(agent: AgentSide) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
     interface.tft_start_copy_os()
@@ -216,17 +218,17 @@ def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> Non
     assert agent.worker.session.freezer.freeze(0.0) is not None
 
 
-def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
-    told: list[tuple[str, str]] = []
+def test_the_optimizer_of_the_older_form(agent: AgentSide) -> None:
+    calls: list[tuple[str, str]] = []
 
     class Optimizer(ReplicaOptimizer):
         copies = 0
 
         def exchange(self) -> None:
-            told.append(("exchange", agent.board.phase_name))
+            calls.append(("exchange", agent.board.phase_name))
 
         def update_copies(self) -> None:
-            told.append(("update", agent.board.phase_name))
+            calls.append(("update", agent.board.phase_name))
 
         def copy_state(self) -> None:
             self.copies += 1
@@ -238,30 +240,30 @@ def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
         optimizer.begin_to_update(iteration)
         optimizer.end_to_update()
     assert (optimizer.current_step, optimizer.copies) == (6, 2)
-    # Other ranks are needed before the door alone, and a copy is never of another step than the shard.
-    assert told == [
+    # Other ranks are needed only before the door, and a copy is always of the shard's step.
+    assert calls == [
         ("exchange", "STARTING"),
         ("update", "UPDATING"),
         ("exchange", "RUNNING"),
         ("update", "UPDATING"),
     ]
     assert agent.gives == [5, 6]
-    optimizer.begin_to_update(7)  # a step was skipped
+    optimizer.begin_to_update(7)  # one step was skipped
     assert agent.gives == [6, 7, 8]
-    # Whatever becomes of this update: the live state is no longer that of step 7, which is in the copy.
+    # Whatever the outcome of this update: step 7 is no longer live, but in the copy.
     assert optimizer.current_step == 8
     assert not optimizer.error_dump
     optimizer.set_dump_args(2, 6, [2, 1])
     assert (optimizer.error_dump, optimizer.save_args) == (True, {"step": 6, "rank": 2, "rank_list": [2, 1]})
 
 
-def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
+def test_the_main_thread_is_kept_where_the_job_saves(agent: AgentSide) -> None:
     agent.join()
     agent.step(4)
     interface.tft_start_updating_os()
     agent.order(Freeze(1))
     waiting.until(lambda: agent.worker.session.door.closed, "it is told that the job saves")
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_end_updating_os(5)
     assert agent.hears(Frozen).board.finished == 5
 
@@ -269,7 +271,7 @@ def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
 # what a script may do wrong
 
 
-def test_calls_in_the_wrong_order(agent: Agent) -> None:
+def test_calls_in_the_wrong_order(agent: AgentSide) -> None:
     with pytest.raises(ConfigError, match="tft_start_updating_os was called before ttp_init_processor or"):
         interface.tft_start_updating_os()
     with pytest.raises(
@@ -301,7 +303,7 @@ def test_calls_in_the_wrong_order(agent: Agent) -> None:
 
 
 @pytest.mark.usefixtures("agent")
-def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="tft_init_processor: rank 1 of 2, but this process is rank 0 of 1"):
         interface.tft_init_processor(1, 2, False)
     with pytest.raises(ConfigError, match="ttp_init_controller: rank 0 of 4"):
@@ -325,7 +327,7 @@ def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (
             lambda: interface.tft_init_processor(0, 1, False, enable_arf=True),
@@ -340,22 +342,17 @@ def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: interface.tft_notify_controller_stop_train({0: 1}, "stop", timeout=1),
             "tft_notify_controller_stop",
         ),
-        (
-            lambda: interface.tft_report_error(ReportState.RS_STEP_FINISH),
-            "tft_report_error(RS_STEP_FINISH)",
-        ),
+        (lambda: interface.tft_report_error(ReportState.RS_STEP_FINISH), "tft_report_error(RS_STEP_FINISH)"),
     ],
 )
-def test_what_this_engine_does_not_do(call: Callable[[], Any], words: str) -> None:
+def test_unsupported_calls_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         call()
-    assert str(caught.value).startswith(words)
+    assert str(caught.value).startswith(message)
     assert "repairs nothing in place and follows no MindX; leave out what calls this" in str(caught.value)
 
 
-def test_handlers_that_are_never_called_are_told_once(
-    agent: Agent, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_handlers_are_reported_once(agent: AgentSide, capsys: pytest.CaptureFixture[str]) -> None:
     interface.tft_register_repair_handler(print)
     interface.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", print)
     agent.join()
@@ -376,7 +373,7 @@ def test_questions_about_repair_have_true_answers() -> None:
 # exceptions
 
 
-def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent) -> None:
+def test_an_exception_of_the_training_is_reported_and_the_process_stays(agent: AgentSide) -> None:
     agent.join()
     agent.step(4)
 
@@ -384,7 +381,7 @@ def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent
         assert agent.job.handlers.args == ["model", "optimizer"] == list(args)
         raise ValueError("no such token")
 
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_exception_handler(train)("model", "optimizer")
     raised = agent.hears(Raised)
     assert (raised.rank, raised.error, raised.exit_code) == (0, "ValueError: no such token", 1)
@@ -392,7 +389,7 @@ def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent
     assert agent.gives == [4]
 
 
-def test_an_exception_before_the_script_has_said_who_it_is(agent: Agent) -> None:
+def test_an_exception_before_the_script_has_said_who_it_is(agent: AgentSide) -> None:
     def train() -> None:
         raise ValueError("no such file")
 
@@ -400,7 +397,7 @@ def test_an_exception_before_the_script_has_said_who_it_is(agent: Agent) -> None
         interface.ttp_to_persist(train)()
 
 
-def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
+def test_what_is_refused_and_clean_ends_pass(agent: AgentSide) -> None:
     agent.join()
     for error in (ConfigError("wrong"), SystemExit(0)):
 
@@ -412,7 +409,7 @@ def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
     assert interface.ttp_to_persist(lambda: 3)() == 3
 
 
-def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: Agent) -> None:
+def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: AgentSide) -> None:
     agent.join()
     interface.set_mindio_export_version("MindSpeed-LLM")
     interface.tft_set_step_args("ignored")
@@ -421,19 +418,21 @@ def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: Age
     assert interface.get_mindio_export_version() == "MindSpeed-LLM"
 
 
-def test_a_fault_that_the_script_reports(agent: Agent) -> None:
+def test_a_fault_that_the_script_reports(agent: AgentSide) -> None:
     agent.join()
     agent.step(4)
     interface.tft_report_error(ReportState.RS_NORMAL)
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_report_error(ReportState.RS_UNKNOWN.value, "507")
     assert agent.hears(Raised).error == "RS_UNKNOWN 507"
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_wait_next_action()
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_memory_is_not_saved(
+    agent: AgentSide, reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
@@ -452,7 +451,7 @@ def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: 
 # a dump
 
 
-def test_a_dump(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump(agent: AgentSide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "1")
     calls: list[Any] = []
     agent.join(save=lambda *args: calls.append(("save", *args)))
@@ -475,14 +474,14 @@ def test_a_dump(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
         ("rename", 4, "args"),
     ]
     agent.order(Exit(1))
-    assert agent.left.wait(LONG_S)
+    assert agent.exited.wait(LONG_S)
     assert calls[4:] == [("exit", 3)]
 
 
 def test_handlers_are_called_when_the_main_thread_stands_still(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: AgentSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is past its update, on its way to a collective, and changes counters that handlers read."""
+    """After its update, before a collective, it changes counters that the handlers read."""
     monkeypatch.setattr(job_module, "REST_S", LONG_S)
     woken = threading.Event()
     monkeypatch.setattr(
@@ -499,13 +498,13 @@ def test_handlers_are_called_when_the_main_thread_stands_still(
         order.append("count")
         raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(Held):
+    with pytest.raises(BlockedError):
         interface.tft_exception_handler(train)()
     assert agent.hears(Written).attempt == 1
     assert order == ["count", "save"]
 
 
-def test_a_handler_that_raises(agent: Agent) -> None:
+def test_a_handler_that_raises(agent: AgentSide) -> None:
     def save(*args: Any) -> None:
         raise OSError("no space left")
 
@@ -522,8 +521,8 @@ def test_a_handler_that_raises(agent: Agent) -> None:
     assert agent.hears(Renamed) == Renamed(0, 1, "FileExistsError: iter_4")
 
 
-def test_one_call_of_the_handler_at_a_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first hangs in a collective with a rank that is gone, until it is woken."""
+def test_calls_of_the_handler_do_not_overlap(agent: AgentSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call hangs in a collective with a lost rank until it is woken."""
     woken, entered = threading.Event(), threading.Event()
     steps: list[str] = []
 

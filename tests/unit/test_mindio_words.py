@@ -1,4 +1,4 @@
-"""What the interface of MindIO TTP says of copies and handlers, and what the engine makes of it."""
+"""The copies and handlers in MindIO TTP's interface, and their use by the engine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def info(ranks: Any, count: Any, shift: Any = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("count", "held"),
+    ("count", "indices"),
     [(1, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (4, [0, 0, 0, 0])],
     ids=["no-copies", "two", "everyone-has-all"],
 )
-def test_who_holds_what(count: int, held: list[int]) -> None:
+def test_the_shards_of_a_rank(count: int, indices: list[int]) -> None:
     ranks = [4, 6, 1, 3]
     shares = [replicas.of_newer(rank, [info(ranks, count)])[0].shares(rank) for rank in ranks]
-    assert shares == [(Share("attention-of-rank-1", index, 4 // count),) for index in held]
+    assert shares == [(Share("attention-of-rank-1", index, 4 // count),) for index in indices]
 
 
 def test_experts_are_a_group_of_their_own() -> None:
-    made = replicas.of_newer(2, [info([0, 1, 2, 3], 2), info([0, 2], 2, 1)])
-    assert [one.shares(2) for one in made] == [
+    copies = replicas.of_newer(2, [info([0, 1, 2, 3], 2), info([0, 2], 2, 1)])
+    assert [copy.shares(2) for copy in copies] == [
         (Share("attention-of-rank-0", 0, 2),),
         (Share("moe-of-rank-0", 0, 1),),
     ]
@@ -43,17 +43,17 @@ def test_the_older_form_tells_how_far_apart_copies_are() -> None:
 @pytest.mark.parametrize("apart", [1, 2])
 def test_an_optimizer_that_mirrors_has_two_shards(apart: int) -> None:
     ranks = (7, 1, 4)
-    (made,) = replicas.of_older(4, ranks, 3, 2, apart)
+    (copies,) = replicas.of_older(4, ranks, 3, 2, apart)
     for place, rank in enumerate(ranks):
-        held = sorted({place, (place - apart) % 3})
-        assert made.shares(rank) == tuple(Share("attention-of-rank-1", index, 3) for index in held)
+        indices = sorted({place, (place - apart) % 3})
+        assert copies.shares(rank) == tuple(Share("attention-of-rank-1", index, 3) for index in indices)
     for lost in ranks:
-        left = [rank for rank in ranks if rank != lost]
-        givers = made.givers(left)
+        survivors = [rank for rank in ranks if rank != lost]
+        givers = copies.givers(survivors)
         assert givers[ranks.index(lost)] == ranks[(ranks.index(lost) + apart) % 3]
         for index, giver in enumerate(givers):
             assert giver == ranks[index] or ranks[index] == lost
-            assert index in [share.index for share in made.shares(giver)]
+            assert index in [share.index for share in copies.shares(giver)]
 
 
 def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
@@ -63,7 +63,7 @@ def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("infos", "words"),
+    ("infos", "message"),
     [
         ([], "replica_info is []: a list of one or two dicts"),
         (info([0], 1), "a list of one or two dicts"),
@@ -77,15 +77,15 @@ def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
         ([info([0, 1, 2, 3], 2, 1)], "replica_shift is 1: copies are 2 places apart, so it must be 0 or 2"),
     ],
 )
-def test_copies_that_make_no_sense(infos: Any, words: str) -> None:
+def test_invalid_copies_are_refused(infos: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         replicas.of_newer(0, infos)
     assert str(caught.value).startswith("tft_set_optimizer_replica: ")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("size", "replica", "words"),
+    ("size", "replica", "message"),
     [
         (4, 2, "dp_size is 4, but dp_ranks are [0, 1, 2]"),
         (
@@ -95,11 +95,11 @@ def test_copies_that_make_no_sense(infos: Any, words: str) -> None:
         ),
     ],
 )
-def test_copies_that_make_no_sense_in_the_older_form(size: int, replica: int, words: str) -> None:
+def test_invalid_copies_of_the_older_form_are_refused(size: int, replica: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         replicas.of_older(0, [0, 1, 2], size, replica)
     assert str(caught.value).startswith("ttp_init_processor: ")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_size_in_the_place_of_the_ranks() -> None:
@@ -116,8 +116,6 @@ def test_an_optimizer_that_mirrors_has_two_copies(replica: Any) -> None:
 
 
 class Script:
-    """Handlers that note what they are called with."""
-
     def __init__(self, returns: Any = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._returns = returns
@@ -138,20 +136,20 @@ def test_the_newer_form_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "given"),
+    ("args", "expected"),
     [((6, "model"), (7, "model")), ([6, "model"], [7, "model"]), (("model", 6), ("model", 6)), (None, None)],
 )
-def test_the_older_form_calls_with_the_step_that_was_chosen(args: Any, given: Any) -> None:
+def test_the_older_form_calls_with_the_step_that_was_chosen(args: Any, expected: Any) -> None:
     save, name = Script(), Script(returns=0)
     handlers = Handlers(save=Handler(save), rename=Handler(name), older=True, args=args)
     handlers.save_at(7, [(0, GroupOrder("a", (2, 1), 1))])
     handlers.name(7)
-    assert save.calls == [(2, 7, [2, 1], given)]
-    assert name.calls == [(given,)]
+    assert save.calls == [(2, 7, [2, 1], expected)]
+    assert name.calls == [(expected,)]
     assert handlers.args is args
 
 
-def test_a_rename_handler_of_the_older_form_returns_what_has_become_of_it() -> None:
+def test_a_rename_handler_of_the_older_form_returns_its_result() -> None:
     handlers = Handlers(rename=Handler(Script(returns=1)), older=True)
     with pytest.raises(RuntimeError, match="the rename handler has returned 1"):
         handlers.name(7)
@@ -159,7 +157,7 @@ def test_a_rename_handler_of_the_older_form_returns_what_has_become_of_it() -> N
     handlers.name(7)
 
 
-def test_without_a_rename_handler_the_name_is_right_already() -> None:
+def test_without_a_rename_handler_no_rename_is_needed() -> None:
     Handlers().name(7)
 
 

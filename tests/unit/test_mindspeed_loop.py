@@ -1,4 +1,4 @@
-"""What MindSpeed-LLM's loop does behind a step, where an online recovery makes that again."""
+"""The tail of a step in MindSpeed-LLM's loop, repeated by an online recovery."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class SwapPrefetch:
 
 
 def test_activations_of_the_abandoned_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --swap-attention; the manager itself is bound to the layers."""
+    """With --swap-attention; the layers keep the manager itself."""
     module = types.ModuleType("mindspeed.core.memory.swap_attention.prefetch")
     vars(module)["SwapPrefetch"] = SwapPrefetch
     monkeypatch.setitem(sys.modules, module.__name__, module)
     manager = SwapPrefetch()
     monkeypatch.setattr(SwapPrefetch, "swap_prefetch", manager)
     forget_swapped_activations()
-    left = {name for name, value in vars(manager).items() if value}
+    remaining = {name for name, value in vars(manager).items() if value}
     assert SwapPrefetch.swap_prefetch is manager
-    assert left == {"prefetch_stream", "pp", "vpp", "interval", "layer_name"}
+    assert remaining == {"prefetch_stream", "pp", "vpp", "interval", "layer_name"}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_activations_of_the_abandoned_step_are_forgotten(monkeypatch: pytest.Mon
 def test_a_checkpoint_is_converted_behind_its_save(
     step: int, last_only: bool, converted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --enable-mg2hf-convert, as the loop does it."""
+    """With --enable-mg2hf-convert, as in the loop."""
     args = SimpleNamespace(
         save="save",
         save_interval=4,
@@ -57,11 +57,11 @@ def test_a_checkpoint_is_converted_behind_its_save(
     training = types.ModuleType("mindspeed_llm.training.training")
     vars(training).update(
         is_distributed_ckpt_complete=lambda save, step: saved[-1:] == [step],
-        _convert_weights_mg2hf=lambda given, step: conversions.append(step),
+        _convert_weights_mg2hf=lambda arguments, step: conversions.append(step),
         update_save_checkpoint_chmod=chmod.append,
     )
     megatron = types.ModuleType("megatron.training.training")
-    vars(megatron)["checkpoint_and_decide_exit"] = lambda *given: saved.append(given[3])
+    vars(megatron)["checkpoint_and_decide_exit"] = lambda *arguments: saved.append(arguments[3])
     parent = types.ModuleType("megatron.training")
     vars(parent).update(get_args=lambda: args, training=megatron)
     for name in ("mindspeed_llm", "mindspeed_llm.training", "megatron"):

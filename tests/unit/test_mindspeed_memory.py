@@ -1,4 +1,4 @@
-"""Main params that MindSpeed keeps elsewhere between two updates are read and written bit for bit."""
+"""Main params that MindSpeed moves between two updates are read and written bitwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.frameworks import mindspeed_memory
 from adaptor.replica import optimizer_state, twin
 
-SIZES = (6, 3, 11)  # of params; between the second and the third are 3 elements of nothing
+SIZES = (6, 3, 11)  # of params; 3 unused elements lie between the second and the third
 STARTS = (0, 6, 12)
 NUMEL = 24  # padded
 
@@ -23,7 +23,7 @@ def reuse_data_ptr(des: torch.Tensor, src: torch.Tensor, offset: int) -> None:
 
 
 class Reused:
-    """A distributed optimizer with one bucket, in the memory that MindSpeed gives it."""
+    """A distributed optimizer with one bucket in MindSpeed's memory layout."""
 
     def __init__(self, rank: int, count: int, weights: torch.Tensor) -> None:
         self.data_parallel_group = SimpleNamespace(rank=lambda: rank, size=lambda: count)
@@ -77,18 +77,18 @@ class Reused:
                 reuse_data_ptr(main, self.param_data, offset)
 
     def fp16_tensor_convert_to_fp32_tensor(self) -> None:
-        """As MindSpeed does: the halves of all elements, one beside the other, and 32768 less."""
-        for whole, lower, upper in self._parts():
+        """Join the halves of all elements and subtract 32768, as MindSpeed does."""
+        for full, lower, upper in self._parts():
             joined = torch.stack((lower, upper), -1).reshape(-1).clone()
-            whole.copy_(joined)
+            full.copy_(joined)
             if not self.first_sub_flag:
-                whole.view(torch.int32).sub_(32768)
+                full.view(torch.int32).sub_(32768)
 
     def fp32_tensor_convert_to_fp16_tensor(self) -> None:
         self.first_sub_flag = False
-        for whole, lower, upper in self._parts():
-            whole.view(torch.int32).add_(32768)
-            halves = whole.view(-1, 2).clone()
+        for full, lower, upper in self._parts():
+            full.view(torch.int32).add_(32768)
+            halves = full.view(-1, 2).clone()
             lower.copy_(halves[:, 0])
             upper.copy_(halves[:, 1])
 
@@ -102,13 +102,19 @@ class Reused:
                 )
                 for start, end, _ in self.buffers[0].param_index_map.values()
             ]
-        size, before = self.size, max(0, self._rank - 1) * self.size
+        size, data_before = self.size, max(0, self._rank - 1) * self.size
         upper = self.param_data[self._rank * size : (self._rank + 1) * size]
-        return [(self.param_data[before : before + 2 * size], self.shard_main_param_res_buffers[0], upper)]
+        return [
+            (
+                self.param_data[data_before : data_before + 2 * size],
+                self.shard_main_param_res_buffers[0],
+                upper,
+            )
+        ]
 
 
 def _updated(count: int) -> tuple[list[Reused], list[Any], list[torch.Tensor]]:
-    """Return optimizers after two updates, where their state is, and the main params inside the last one."""
+    """Return optimizers after two updates, their states, and the main params inside the last update."""
     torch.manual_seed(5)
     weights = torch.randn(NUMEL).to(torch.bfloat16)
     weights[9:12] = 0
@@ -125,11 +131,11 @@ def _updated(count: int) -> tuple[list[Reused], list[Any], list[torch.Tensor]]:
             optimizer.optimizer.step()
             expected += [main.clone() for main in optimizer.mains]
             memory.after_update()
-        if count > 1:  # the gather: every rank has the weights of all
-            own = [
+        if count > 1:  # the gather gives every rank all weights
+            own_weights = [
                 optimizer.param_data.split(optimizer.size)[rank] for rank, optimizer in enumerate(optimizers)
             ]
-            gathered = torch.cat(own)
+            gathered = torch.cat(own_weights)
             for optimizer in optimizers:
                 optimizer.param_data.copy_(gathered)
     return optimizers, memories, expected
@@ -150,12 +156,14 @@ def _world(optimizers: list[Reused]) -> dict[Any, Any]:
 def test_main_params_are_read_between_updates(count: int) -> None:
     optimizers, _, expected = _updated(count)
     read = [value for optimizer in optimizers for value in optimizer_state.values_of(optimizer.optimizer)]
-    assert all(torch.equal(one, other) for one, other in zip(read, expected, strict=True))
+    assert all(
+        torch.equal(actual, expected_tensor) for actual, expected_tensor in zip(read, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_is_saved_is_the_memory_as_it_is(count: int) -> None:
-    """`get_parameter_state_dp_zero` takes main params for what their memory holds, and the residuals."""
+def test_the_memory_is_saved_unchanged(count: int) -> None:
+    """`get_parameter_state_dp_zero` saves the raw memory as main params, and the residuals."""
     optimizers, memories, _ = _updated(count)
     saved = memories[0].as_saved(_world(optimizers))
     param = torch.zeros(23)
@@ -177,7 +185,7 @@ def test_what_is_saved_is_the_memory_as_it_is(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_process_gets_the_state(count: int) -> None:
-    """Memory, residuals between params included, moments and counts are those of the process that gave it."""
+    """Memory, residuals between params, moments and counts equal those of the source process."""
     optimizers, _, _ = _updated(count)
     for giver in optimizers:
         index = shards.shard_of(giver)[0]
@@ -191,29 +199,29 @@ def test_another_process_gets_the_state(count: int) -> None:
         filled.param_groups[0]["lr"] = 0.7
         optimizer_state.keep(taker.optimizer, filled)
         assert taker.optimizer.param_groups[0]["lr"] == 0.7
-        for (_, *halves), (_, *theirs) in zip(taker._parts(), giver._parts(), strict=True):
+        for (_, *halves), (_, *expected_halves) in zip(taker._parts(), giver._parts(), strict=True):
             assert all(
-                torch.equal(one.view(torch.int16), other.view(torch.int16))
-                for one, other in zip(halves, theirs, strict=True)
+                torch.equal(actual.view(torch.int16), expected_tensor.view(torch.int16))
+                for actual, expected_tensor in zip(halves, expected_halves, strict=True)
             )
         taken = optimizer_state.tensors_of(taker.optimizer)
         assert all(map(torch.equal, taken, optimizer_state.tensors_of(giver.optimizer)))
 
 
 def test_weights_are_the_upper_halves() -> None:
-    """A tie is rounded away from zero; torch would round it to the even number."""
+    """A tie is rounded away from zero; torch rounds it to even."""
     tie = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
     _, (memory, *_), _ = _updated(2)
     assert memory.cast(tie, torch.bfloat16).view(torch.int16).tolist() == [0x3F81, 0x3F82, 0x3F80]
 
 
 def test_the_framework_converts_nothing_by_itself() -> None:
-    """It would before the door, where this rank may still have to give its state."""
+    """It would convert before the door, where this rank may still have to provide its state."""
     (optimizer, _), _, _ = _updated(2)
-    before = optimizer.param_data.clone()
+    data_before = optimizer.param_data.clone()
     optimizer.fp16_tensor_convert_to_fp32_tensor()
     optimizer.fp32_tensor_convert_to_fp16_tensor()
-    assert torch.equal(optimizer.param_data, before)
+    assert torch.equal(optimizer.param_data, data_before)
 
 
 def test_weights_that_are_not_bf16_are_refused() -> None:
@@ -226,11 +234,11 @@ def test_weights_that_are_not_bf16_are_refused() -> None:
 
 
 class O2AdamW(torch.optim.AdamW):
-    """An optimizer of the name of MindSpeed-LLM's, whose moments are in bf16."""
+    """An optimizer with the name of MindSpeed-LLM's, with moments in bf16."""
 
 
 def test_moments_in_bf16_are_so_again_after_a_load() -> None:
-    """torch gives loaded moments the type of their params."""
+    """torch casts loaded moments to the type of their params."""
     main = torch.arange(4.0)
     torchs = O2AdamW([main])
     halves = {key: torch.full((4,), 0.1, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""`mirror` replicas: the copy is what its owner has, bit for bit, at every step."""
+"""`mirror` replicas equal their owner's state bitwise at every step."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_pat
         )
         for rank in range(size)
     ]
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [text.splitlines()[-1] for text in said] == ["compared 8"] * size, "\n".join(said)
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [text.splitlines()[-1] for text in outputs] == ["compared 8"] * size, "\n".join(outputs)
 
 
 def test_tensors_that_lie_end_to_end_are_sent_from_their_memory() -> None:
-    memory, other = torch.arange(10.0), torch.ones(2)
+    memory, separate = torch.arange(10.0), torch.ones(2)
     first, second, _, third = memory.split([3, 2, 1, 4])
-    joined = list(end_to_end([first, second, third, other, memory[:0], first]))
+    joined = list(end_to_end([first, second, third, separate, memory[:0], first]))
     assert [part.tolist() for part in joined] == [[0, 1, 2, 3, 4], [6, 7, 8, 9], [1, 1], [0, 1, 2]]
-    assert [part.data_ptr() for part in joined[:3]] == [part.data_ptr() for part in (first, third, other)]
+    assert [part.data_ptr() for part in joined[:3]] == [part.data_ptr() for part in (first, third, separate)]
     assert list(end_to_end([])) == []
 
 

@@ -1,4 +1,4 @@
-"""The alert rules in examples/monitoring: of metrics that there are, with runbooks that there are."""
+"""The alert rules and dashboard in examples/monitoring use existing metrics and runbooks."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_the_configuration_of_alertmanager() -> None:
 
 DASHBOARD: dict[str, Any] = json.loads((EXAMPLE / "grafana.json").read_text())
 TARGETS = [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-# What Prometheus adds to the name of a histogram.
+# The suffixes that Prometheus adds to the name of a histogram.
 PARTS = ("_sum", "_count", "_bucket")
 
 
 def _metrics() -> dict[str, set[str]]:
-    """The metrics of docs/operations.md, with their labels; a test compares the page with what is served."""
+    """The metrics of docs/operations.md with their labels; another test compares the page with the server."""
     page = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(ttp_\w+)(?:\{([\w,]+)\})?`", page, re.MULTILINE)
     return {name: {*labels.split(","), "instance", ""} for name, labels in rows}
@@ -63,12 +63,12 @@ def _metrics() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("title", "target"), TARGETS, ids=lambda one: one if isinstance(one, str) else "")
 def test_a_panel_shows_what_is_served(title: str, target: dict[str, Any]) -> None:
-    known = _metrics()
+    metrics = _metrics()
     labels = set()
     for metric in re.findall(r"\bttp_\w+", target["expr"]):
         name = next((metric.removesuffix(part) for part in PARTS if metric.endswith(part)), metric)
-        assert metric in known or (name in known and name != metric), f"{title}: there is no {metric}"
-        labels |= known[metric if metric in known else name]
+        assert metric in metrics or (name in metrics and name != metric), f"{title}: there is no {metric}"
+        labels |= metrics[metric if metric in metrics else name]
     used = {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]), *re.findall(r"(\w+)=~", target["expr"])}
     assert used <= labels
     assert target["expr"].count("(") == target["expr"].count(")")
@@ -78,8 +78,10 @@ def test_a_panel_shows_what_is_served(title: str, target: dict[str, Any]) -> Non
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool (Debian: prometheus)")
 def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     expressions = [target["expr"] for _, target in TARGETS]
-    expressions += [one["expr"] for one in DASHBOARD["annotations"]["list"]]
-    rules = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
+    expressions += [expression["expr"] for expression in DASHBOARD["annotations"]["list"]]
+    rules = [
+        {"record": f"panel:{number}", "expr": expression} for number, expression in enumerate(expressions)
+    ]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     completed = captured(["promtool", "check", "rules", "rules.yml"], cwd=tmp_path)
     assert (completed.returncode, f"{len(rules)} rules found" in completed.stdout) == (0, True), (
@@ -87,12 +89,12 @@ def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     )
 
 
-# What the dashboard has that Grafana's schema of it has not: its data source for Prometheus reads them.
+# Fields outside of Grafana's schema: the Prometheus data source reads them.
 OF_THE_DATA_SOURCE = {"annotations.list.0.expr", "annotations.list.0.step", "annotations.list.0.titleFormat"}
 
 
 def test_grafana_knows_each_field() -> None:
-    """Its own classes read the dashboard and write it again: nothing is misspelt, or of a wrong form."""
+    """Grafana's own classes read the dashboard and write it again: no field is misspelt or malformed."""
     pytest.importorskip(
         "grafana_foundation_sdk", reason="Grafana's classes are not installed (the extra test)"
     )
@@ -108,19 +110,19 @@ def test_grafana_knows_each_field() -> None:
             panel.options, {"stat": stat.Options, "timeseries": timeseries.Options}[panel.type_val]
         )
         assert {type(target) for target in panel.targets or ()} == {prometheus.Dataquery}
-    again = json.loads(encoder.JSONEncoder().encode(read))
-    assert set(_not_in(DASHBOARD, again)) <= OF_THE_DATA_SOURCE
+    encoded = json.loads(encoder.JSONEncoder().encode(read))
+    assert set(_not_in(DASHBOARD, encoded)) <= OF_THE_DATA_SOURCE
 
 
-def _not_in(one: Any, other: Any, path: str = "") -> Iterator[str]:
-    """The paths of what is in `one` and not, or not the same, in `other`."""
-    if isinstance(one, dict | list) and isinstance(other, type(one)):
-        keys = one if isinstance(one, dict) else range(len(one))
+def _not_in(left: Any, right: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths in `left` that are missing or different in `right`."""
+    if isinstance(left, dict | list) and isinstance(right, type(left)):
+        keys = left if isinstance(left, dict) else range(len(left))
         for key in keys:
-            there = key in other if isinstance(other, dict) else key < len(other)
+            is_there = key in right if isinstance(right, dict) else key < len(right)
             place = f"{path}.{key}".lstrip(".")
-            yield from _not_in(one[key], other[key], place) if there else [place]
-    elif one != other:
+            yield from _not_in(left[key], right[key], place) if is_there else [place]
+    elif left != right:
         yield path
 
 
@@ -128,10 +130,10 @@ def test_the_dashboard_shows_all_metrics_but_these() -> None:
     shown = " ".join(target["expr"] for _, target in TARGETS)
     left_out = {name for name in _metrics() if name not in shown}
     assert left_out == {
-        *("ttp_build_info", "ttp_running", "ttp_status_timestamp_seconds"),  # alerts have the last two
+        *("ttp_build_info", "ttp_running", "ttp_status_timestamp_seconds"),  # the last two are in alerts
         *("ttp_generation", "ttp_controller_term", "ttp_checkpoint_bytes"),
-        "ttp_failed_saves",  # an alert has it
-        "ttp_incidents_of_unknown_loss",  # of jobs that are not protected
+        "ttp_failed_saves",  # in an alert
+        "ttp_incidents_of_unknown_loss",  # of unprotected jobs
         "ttp_agent_up",  # a series for each node; the counts are in ttp_nodes
         *("ttp_host_copy_step", "ttp_host_copy_timestamp_seconds"),  # of few jobs
         *("ttp_slow_rank", "ttp_slow_score"),  # of jobs with a slow rank

@@ -1,4 +1,4 @@
-"""Notices of incidents, to real servers and commands: fine ones, and such that fail or hang."""
+"""Notices of incidents to real servers and commands that work, fail or hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from adaptor.launchers.records.incident_record import notice_of_end
 from adaptor.operations.settings import NoticeTarget, OperationsSettings
 from tests import operator_files, waiting
 from tests.unit.launching import Launcher, launcher, zygote  # noqa: F401
-from tests.unit.test_operations import SAVED, Recorded
+from tests.unit.test_operations import SAVED, RecordedJob
 from tests.unit.threads import LONG_S
 
 SECRET = "a-word-that-nobody-guesses"
@@ -38,23 +38,19 @@ NOTICE = notice_of_end("gpt", 2, "2026-01-31T12:00:00+00:00")
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What answers, or ends, may do so slowly, beside much other work."""
+    """Allow slow answers: the machine may be busy."""
     monkeypatch.setattr(hooks, "LIMIT_S", LONG_S)
     monkeypatch.setattr(output, "DRAIN_S", LONG_S)
 
 
 @pytest.fixture
 def _hasty(_patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what hangs."""
     monkeypatch.setattr(hooks, "LIMIT_S", 2.0)
     monkeypatch.setattr(output, "DRAIN_S", 2.0)
 
 
 class Receiver(ThreadingHTTPServer):
-    """Answers each POST with `code`.
-
-    got  the bodies and headers, in their order
-    """
+    """Answers each POST with `code`; `got` holds the bodies and headers in order."""
 
     daemon_threads = True
 
@@ -68,10 +64,10 @@ class Receiver(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/services/a-secret-path"
 
     def notice(self) -> Any:
-        """Wait for the next one, which is as the schema says."""
-        found = json.loads(self.got.get(timeout=LONG_S)[0])
-        operator_files.assert_notice(found)
-        return found
+        """Wait for the next notice, and check it against the schema."""
+        received = json.loads(self.got.get(timeout=LONG_S)[0])
+        operator_files.assert_notice(received)
+        return received
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,7 +99,7 @@ def receives(code: int = 200) -> Iterator[Receiver]:
 
 @contextmanager
 def hangs() -> Iterator[str]:
-    """The kernel accepts connections, and nobody answers them."""
+    """A server whose kernel accepts connections and that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
 
@@ -133,12 +129,12 @@ def test_slack_gets_a_text() -> None:
 
 
 @pytest.mark.parametrize("code", [500, 404, 302, 307])
-def test_another_answer_is_a_failure(code: int) -> None:
+def test_an_error_status_is_a_failure(code: int) -> None:
     with receives(code) as server, pytest.raises(NotDeliveredError, match=f"it answered {code}"):
         hooks.deliver(NoticeTarget("json", server.url), NOTICE)
 
 
-def test_nobody_listens() -> None:
+def test_a_closed_port_is_a_failure() -> None:
     with hangs() as url:
         pass
     with pytest.raises(NotDeliveredError, match="Connection refused"):
@@ -146,7 +142,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.usefixtures("_hasty")
-def test_no_answer() -> None:
+def test_a_missing_answer_is_a_failure() -> None:
     with hangs() as url, pytest.raises(NotDeliveredError, match="timed out"):
         hooks.deliver(NoticeTarget("json", url), NOTICE)
 
@@ -208,7 +204,7 @@ def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.Captu
     assert "a-secret-word" not in stderr
 
 
-def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
+def test_a_secret_given_instead_of_its_path_is_not_shown() -> None:
     word = "a-secret-word/of-somebody"
     with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
         hooks.secret(config.load({"TTP_NOTIFY_SECRET": word}).of(OperationsSettings))
@@ -220,20 +216,24 @@ def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
 
 def test_an_incident_and_how_it_goes_on(tmp_path: Path) -> None:
     with receives() as server:
-        job = Recorded(tmp_path, Notifier([NoticeTarget("json", server.url)]).submit)
+        job = RecordedJob(tmp_path, Notifier([NoticeTarget("json", server.url)]).submit)
         job.rank_1_is_killed(100.0)
-        told = server.notice()
-        assert (told["type"], told["job"], told["incident"]["verdict"]) == ("incident", "job_7", "saved")
-        assert told["text"].startswith(f"job_7: {SAVED.line}; ")
-        assert told["incident"]["events"] == []
+        received = server.notice()
+        assert (received["type"], received["job"], received["incident"]["verdict"]) == (
+            "incident",
+            "job_7",
+            "saved",
+        )
+        assert received["text"].startswith(f"job_7: {SAVED.line}; ")
+        assert received["incident"]["events"] == []
         job.report.record_next_action("restart 1 of 3")
         job.report.begin(2)
         job.report.record_start()
         job.starts(110.0)
         job.report.record_progress(41)
-        told = server.notice()
-        assert told["text"] == "job_7: training goes on, 7 steps lost; restart 1 of 3"
-        assert (told["type"], told["incident"]["phases"]["load"]) == ("resumed", 2.0)
+        received = server.notice()
+        assert received["text"] == "job_7: training goes on, 7 steps lost; restart 1 of 3"
+        assert (received["type"], received["incident"]["phases"]["load"]) == ("resumed", 2.0)
         job.report.close()
         assert server.notice()["text"] == "job_7: ttprun has ended, 0 incidents"
 
@@ -269,7 +269,7 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
         (("--ttp-notify-secret", "absent"), "TTP_NOTIFY_SECRET: it must be the path of a file"),
     ],
 )
-def test_what_is_no_target_starts_nothing(
+def test_invalid_targets_start_nothing(
     arguments: tuple[str, ...],
     line: str,
     tmp_path: Path,
@@ -278,7 +278,7 @@ def test_what_is_no_target_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("TTP_NOTIFY", "TTP_NOTIFY_SECRET"):
-        monkeypatch.setenv(name, "")  # ttprun sets them from its flags
+        monkeypatch.setenv(name, "")  # ttprun sets the variables from its flags
     (tmp_path / "script.py").touch()
     assert ttprun.main([*arguments, "script.py"]) == 2
     error = capsys.readouterr().err
@@ -288,7 +288,7 @@ def test_what_is_no_target_starts_nothing(
 
 @pytest.mark.integration
 def test_a_job_notifies_and_ends_as_it_would_without(launcher: Launcher) -> None:  # noqa: F811
-    """A target that hangs is beside one that answers."""
+    """Of two targets one answers and one hangs."""
     with receives() as server, hangs() as url:
         targets, secret = launcher.folder / "targets", launcher.folder / "secret"
         targets.write_text(f"{server.url}\n{url}\n")
@@ -303,7 +303,7 @@ def test_a_job_notifies_and_ends_as_it_would_without(launcher: Launcher) -> None
         assert (
             f"TTP_NOTIFY {url.removesuffix('/hook')}: the notice 'incident' was not delivered: " in result.log
         )
-        told = [server.notice() for _ in range(2)]  # the last one may be on its way yet
+        received = [server.notice() for _ in range(2)]  # the last notice may still be in flight
         assert server.got.empty()
-    assert [(each["type"], each["job"]) for each in told] == [("incident", "gpt"), ("ended", "gpt")]
-    assert told[0]["incident"]["blamed"] == 0
+    assert [(sent["type"], sent["job"]) for sent in received] == [("incident", "gpt"), ("ended", "gpt")]
+    assert received[0]["incident"]["blamed"] == 0

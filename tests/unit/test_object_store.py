@@ -1,4 +1,4 @@
-"""S3 servers for tests are forks of one process (`s3_servers.py`), and nothing is shared between them."""
+"""S3 servers for tests are forks of one process (`s3_servers.py`), and share nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.unit import object_store
 
 
 def test_each_server_has_buckets_of_its_own_and_ends_with_its_user() -> None:
-    with object_store.server() as one, object_store.server() as other:
-        object_store.request(one, "PUT", "/mine")
-        assert [b"<Name>mine</Name>" in object_store.request(url, "GET", "/") for url in (one, other)] == [
+    with object_store.server() as first, object_store.server() as second:
+        object_store.request(first, "PUT", "/mine")
+        assert [b"<Name>mine</Name>" in object_store.request(url, "GET", "/") for url in (first, second)] == [
             True,
             False,
         ]
-    for url in (one, other):
+    for url in (first, second):
         port = int(url.rpartition(":")[2])
         waiting.until(lambda port=port: not _listens(port), f"nobody listens on port {port}")  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""`ttprun` started by somebody who does not wish it well: it goes on, or ends with one line."""
+"""`ttprun` in a hostile environment: it works, or ends with one line."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_script_that_may_not_be_read(launcher: Launcher) -> None:
         pytest.skip("only root can play another user")
     script = launcher.script("print('started')")
     (launcher.folder / script).chmod(0o600)
-    # It is in that folder already, so the folders above do not matter.
-    before = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
-    result = launcher.run(*ONE, script, before=before)
+    # Its working directory is that folder, so the parents' permissions do not matter.
+    setup = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
+    result = launcher.run(*ONE, script, before=setup)
     assert (result.code, result.log) == (
         2,
         f"ttprun: error: the script {script} cannot be run (Permission denied)\n",
@@ -67,12 +67,12 @@ def test_a_script_that_may_not_be_read(launcher: Launcher) -> None:
 
 @pytest.mark.robustness("B6", "the working directory has been removed", "refused in one line")
 def test_the_working_directory_is_gone(launcher: Launcher) -> None:
-    before = "import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd())"
+    setup = "import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd())"
     line = (
         "ttprun: error: the working directory is not there any more (No such file or directory): start ttprun"
         " in another one\n"
     )
-    result = launcher.run(*ONE, "/nowhere.py", before=before)
+    result = launcher.run(*ONE, "/nowhere.py", before=setup)
     assert (result.code, result.log) == (2, line)
 
 
@@ -104,7 +104,7 @@ def test_a_bare_environment(tmp_path: Path) -> None:
 
 
 def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
-    """Workers that start again are told of an error with a character that it does not have."""
+    """Restarted workers report an error with a character outside of the locale."""
     (tmp_path / "script.py").write_text(
         "import os\n"
         "from pathlib import Path\n"
@@ -121,13 +121,13 @@ def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.robustness("B6", "ttprun under nohup, and the terminal goes away (SIGHUP)", "the job goes on")
 @pytest.mark.parametrize("ignored", [True, False], ids=["nohup", "as ever"])
 def test_nohup(ignored: bool, launcher: Launcher) -> None:
-    """By nohup SIGHUP is ignored from the start; else it ends the job, as torchrun's does."""
+    """nohup ignores SIGHUP from the start; otherwise SIGHUP ends the job, as under torchrun."""
     script = launcher.script(
         "import os, re\n"
         "from pathlib import Path\n"
         "status = Path(f'/proc/{os.getppid()}/status').read_text()\n"
         "print(*(int(re.search(f'{n}:\\s*(.*)', status)[1], 16) & 1 for n in ('SigIgn', 'SigCgt')))\n"
     )
-    before = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})"
-    result = launcher.run(*ONE, script, before=before)
+    setup = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})"
+    result = launcher.run(*ONE, script, before=setup)
     assert (result.code, result.last_line) == (0, "1 0" if ignored else "0 1"), result.log

@@ -1,4 +1,4 @@
-"""A second copy of an optimizer on the host: the same bits, and the param groups of its owner alone."""
+"""A second copy of an optimizer on the host: bitwise equal, with the param groups of its owner alone."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ def _memory(**changed: Any) -> OffloadedMemory:
 def test_a_twin_updates_as_the_optimizers_of_its_owner() -> None:
     group = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "fused": True, "wd_mult": 1.0}
     mains = [torch.randn(5), torch.randn(300)]
-    own = [torch.optim.AdamW([{**group, "params": [main.clone()]}]) for main in mains]
-    made = _memory().make_twin([[main.clone() for main in mains], []], [group, group])
+    parts = [torch.optim.AdamW([{**group, "params": [main.clone()]}]) for main in mains]
+    twin_optimizer = _memory().make_twin([[main.clone() for main in mains], []], [group, group])
     for _ in range(3):
-        for part, copied in zip(own, twin.params(made), strict=True):
+        for part, copied in zip(parts, twin.params(twin_optimizer), strict=True):
             (main,) = twin.params(part)
             main.grad = torch.randn_like(main)
             copied.grad = main.grad.clone()
             part.step()
-        made.step()
-        assert twin.scalars(made) == [group, group]
-    for part, copied in zip(own, twin.params(made), strict=True):
+        twin_optimizer.step()
+        assert twin.scalars(twin_optimizer) == [group, group]
+    for part, copied in zip(parts, twin.params(twin_optimizer), strict=True):
         (main,) = twin.params(part)
         assert torch.equal(main, copied)
-        assert all(torch.equal(value, made.state[copied][key]) for key, value in part.state[main].items())
+        assert all(
+            torch.equal(value, twin_optimizer.state[copied][key]) for key, value in part.state[main].items()
+        )
 
 
 def test_an_optimizer_that_is_on_the_device_in_part_is_refused() -> None:

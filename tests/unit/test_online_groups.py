@@ -1,4 +1,4 @@
-"""Process groups whose backends are exchanged: a rank is replaced, and nobody else makes a group."""
+"""Process groups with exchanged backends: a rank is replaced, and no other rank makes a group."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_this_torch_can_exchange_backends() -> None:
 
 @pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "gloo"), (2, "hccl")])
 def test_a_newcomer_takes_the_place_of_the_last_rank(size: int, backend: str) -> None:
-    """It gets the state of an optimizer, too, with the sender's checksum. HCCL has a stand-in."""
+    """The newcomer also receives an optimizer's state with the sender's checksum. HCCL has a stand-in."""
 
     (port,) = free_ports(1)
 
     def start(rank: int, newcomer: bool) -> subprocess.Popen[str]:
-        words = [str(port), str(rank), str(size), str(int(newcomer)), backend]
+        arguments = [str(port), str(rank), str(size), str(int(newcomer)), backend]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "standins" / "hccl")])
         return Warm(
-            [sys.executable, str(SCRIPT), *words],
+            [sys.executable, str(SCRIPT), *arguments],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -45,8 +45,8 @@ def test_a_newcomer_takes_the_place_of_the_last_rank(size: int, backend: str) ->
     ranks = [start(rank, newcomer=False) for rank in range(size)]
     assert ranks[-1].communicate(timeout=120)[0].splitlines()[-1] == "first"
     ranks[-1] = start(size - 1, newcomer=True)
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [text.splitlines()[-1] for text in said] == ["done"] * size, "\n".join(said)
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [text.splitlines()[-1] for text in outputs] == ["done"] * size, "\n".join(outputs)
 
 
 LONE = """
@@ -67,8 +67,8 @@ print(*sorted(made.backends), made.are_gloo, made.is_bound)
 """
 
 
-def test_the_groups_of_a_newcomer_know_the_devices_that_those_of_the_others_know() -> None:
-    """Else torch would gather objects of an NCCL group on the host, where no other rank comes."""
+def test_the_groups_of_a_newcomer_have_the_devices_of_the_others() -> None:
+    """Otherwise torch would gather objects of an NCCL group on the host, without the other ranks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     completed = warm.run([sys.executable, "-c", LONE], env=environment)
     *devices, backends = completed.stdout.splitlines()
@@ -96,7 +96,7 @@ def batch():
 
 batch()
 made.exchange(dist.HashStore(), "1.1")
-batch()  # torch is in no batch: it would say so
+batch()  # torch is in no batch, or it would raise
 c10d._world.pg_map[dist.group.WORLD] = ("nccl", c10d._world.pg_map[dist.group.WORLD][1])
 try:
     made.exchange(dist.HashStore(), "2.1")
@@ -105,8 +105,8 @@ except ExchangeError as error:
 """
 
 
-def test_what_an_exception_has_left_of_a_batch_is_forgotten() -> None:
-    """torch would collect what is called next, and do nothing; NCCL's own batch cannot be looked at."""
+def test_a_batch_left_by_an_exception_is_forgotten() -> None:
+    """torch would queue later calls without executing them; NCCL's own batch cannot be inspected."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     completed = warm.run([sys.executable, "-c", BATCHES], env=environment)
     assert completed.stdout == "the fault has struck in the middle of a batch of messages over NCCL\n", (
@@ -141,7 +141,7 @@ while True:
     try:
         made.exchange(dist.PrefixStore(str(number), store), f"{number}.1")
     except ExchangeError as error:
-        files = [open(os.devnull) for _ in range(LEFT_DESCRIPTORS)]  # as many as last words may need
+        files = [open(os.devnull) for _ in range(LEFT_DESCRIPTORS)]  # as many as last words need
         print(number, error)
         break
     number += 1
@@ -150,42 +150,42 @@ while True:
 """
 
 
-def exchanges(more: int) -> str:
-    """Exchange the backends of 24 groups of two ranks as often as it goes; return how often, and why not once
+def exchanges(spare_descriptors: int) -> str:
+    """Exchange the backends of 24 groups of two ranks as often as possible; return the count and the reason
     more.
 
     Args:
-        more: descriptors that there are at first beyond what one exchange asks for; 0: those of this machine.
+        spare_descriptors: descriptors at the start beyond the need of one exchange; 0: this machine's limit.
     """
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-    def command(rank: int, more: int) -> list[str]:
-        return [sys.executable, "-c", EXCHANGES, str(more), str(rank), str(port)]
+    def command(rank: int, spare_descriptors: int) -> list[str]:
+        return [sys.executable, "-c", EXCHANGES, str(spare_descriptors), str(rank), str(port)]
 
-    other = Warm(command(1, 0), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peer = Warm(command(1, 0), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        ran = warm.run(command(0, more), env=environment, timeout=240)
+        ran = warm.run(command(0, spare_descriptors), env=environment, timeout=240)
     finally:
-        other.kill()
-        other.wait()
+        peer.kill()
+        peer.wait()
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.strip()
 
 
-def test_as_often_as_a_process_may_exchange_them_each_group_has_numbers_for_its_backends() -> None:
-    """24 groups: one row of numbers for all of them would end before."""
-    assert exchanges(more=0) == "10 the process groups were exchanged 10 times in this process"
+def test_the_backends_of_each_group_have_enough_numbers() -> None:
+    """With one counter for all 24 groups the numbers would run out earlier."""
+    assert exchanges(spare_descriptors=0) == "10 the process groups were exchanged 10 times in this process"
 
 
 def test_descriptors_are_left_for_last_words() -> None:
-    """Where they would not do for one more exchange, it is not begun."""
-    said = exchanges(more=120)
+    """An exchange that would use them is not started."""
+    result = exchanges(spare_descriptors=120)
     assert re.fullmatch(
         r"[12] \d+ descriptors are open, and 320 more may be needed for 24 process groups: "
         r"the limit \(ulimit -n\) is \d+, \d+ would do",
-        said,
-    ), said
+        result,
+    ), result
 
 
 RECONNECTED = """
@@ -201,7 +201,7 @@ made.remember(lone=False)
 helper = c10d._new_process_group_helper
 c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-for number in range(2):  # the groups of the second time have the names of the first
+for number in range(2):  # the second groups have the names of the first
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.all_reduce(torch.ones(1))
     if number == 0:
@@ -221,19 +221,19 @@ for number in range(40):
 """
 
 
-def test_what_torch_reconnects_leaves_nothing_behind() -> None:
-    """Forty exchanges: as many threads and descriptors as after the first."""
+def test_reconnected_groups_leak_nothing() -> None:
+    """After forty exchanges there are as many threads and descriptors as after the first."""
     if "enable_reconfigure" not in inspect.signature(distributed_c10d._new_process_group_helper).parameters:
         pytest.skip("torch 2.14 or later")
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RECONNECTED]
-    other = Warm([*command, "1", str(port)], env=environment, stdout=subprocess.DEVNULL)
+    peer = Warm([*command, "1", str(port)], env=environment, stdout=subprocess.DEVNULL)
     try:
         ran = warm.run([*command, "0", str(port)], env=environment, timeout=240)
     finally:
-        other.kill()
-        other.wait()
+        peer.kill()
+        peer.wait()
     first, last = ran.stdout.splitlines()
     assert first == last, ran.stderr
     assert first.startswith("0 ")

@@ -1,4 +1,4 @@
-"""Online recovery as agents do it: real agents and controller, workers that only speak the protocol."""
+"""Online recovery between real agents and a real controller; the workers only speak the protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = 11
 
 @pytest.fixture
 def online(job: Job) -> Job:
-    """Two ranks with the same shard; rank 1 has another process after a fault."""
+    """Two ranks with the same shard; rank 1 gets a new process after a fault."""
     job.program = PROGRAM
     return job
 
@@ -48,14 +48,14 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
     survivor, old = online.workers[0], online.workers[1]
     for number in (1, 2):
         online.workers[1].process.kill()
-        told, path = recovered(online)
+        verdict, path = recovered(online)
         assert survivor.read_line() == f"recovered {FIRST + number - 1}"
         new = online.workers[1]
         assert [new.read_line(), new.read_line()] == ["here", f"recovered {FIRST + number - 1}"]
-        assert (told.incident, told.step, told.replaced) == (number, FIRST + number - 1, (1,))
-        assert told.line.startswith("rank 1 was ended by SIGKILL; ")
-        after = f"training goes on after step {FIRST + number - 1}, 0 steps lost"
-        assert f"replaced by pid {new.process.pid}, {after}" in told.line
+        assert (verdict.incident, verdict.step, verdict.replaced) == (number, FIRST + number - 1, (1,))
+        assert verdict.line.startswith("rank 1 was ended by SIGKILL; ")
+        progress = f"training goes on after step {FIRST + number - 1}, 0 steps lost"
+        assert f"replaced by pid {new.process.pid}, {progress}" in verdict.line
         written = report(path)
         assert (written["verdict"], written["blamed"], written["pid"]) == ("recovered", 1, old.process.pid)
         assert written["checkpoint"] is not None
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         order += ["joined", "recovered"]
         happened = [event["type"] for event in written["events"]]
         assert "started" in happened
-        assert [what for what in dict.fromkeys(happened) if what in order] == order
+        assert [kind for kind in dict.fromkeys(happened) if kind in order] == order
         assert online.nodes[0].control.verdict is None
         assert online.nodes[0].control.news.noticed == 0.0
         for worker in (survivor, new):
@@ -93,56 +93,58 @@ def test_workers_go_on_before_a_spare_is_started(online: Job, monkeypatch: pytes
 
 def test_an_exception_replaces_nobody(online: Job) -> None:
     train(online)
-    before = dict(online.workers)
+    workers_before = dict(online.workers)
     online.workers[1].execute("raise")
-    told, path = recovered(online)
-    assert (told.replaced, told.retried) == ((), (1,))
+    verdict, path = recovered(online)
+    assert (verdict.replaced, verdict.retried) == ((), (1,))
     (calls,) = [event for event in report(path)["events"] if event["type"] == "calls"]
     assert (calls["rank"], calls["data"]["detail"]) == (1, '  File "loop.py", line 7')
-    assert told.line.startswith("rank 1 raised ValueError: told to raise; nobody is replaced")
+    assert verdict.line.startswith("rank 1 raised ValueError: told to raise; nobody is replaced")
     for worker in online.workers.values():
         assert worker.read_line() == f"recovered {FIRST}"
-    assert online.workers == before
+    assert online.workers == workers_before
 
 
 def test_a_newcomer_that_ends_is_replaced_once_more(online: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_TEST_NEWCOMER", "ends-once")
     train(online)
     online.workers[1].process.kill()
-    told, _ = recovered(online)
-    assert told.replaced == (1,)
+    verdict, _ = recovered(online)
+    assert verdict.replaced == (1,)
     assert online.workers[0].read_line() == f"recovered {FIRST}"
 
 
-def test_a_save_that_fails_is_said_and_all_go_on(online: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_reported_and_training_continues(
+    online: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TTP_TEST_DUMP", "fails")
     train(online)
     online.workers[1].process.kill()
-    told, path = recovered(online)
-    assert told.line.endswith(
+    verdict, path = recovered(online)
+    assert verdict.line.endswith(
         f"; step {FIRST} could not be saved meanwhile: g could not be written: it is a test"
     )
     written = report(path)
-    assert (written["verdict"], written["checkpoint"], written["reason"]) == ("recovered", None, told.line)
+    assert (written["verdict"], written["checkpoint"], written["reason"]) == ("recovered", None, verdict.line)
     assert online.workers[0].read_line() == f"recovered {FIRST}"
 
 
 @pytest.mark.parametrize(
-    ("fate", "why"), [("ends", "exited with code 3"), ("fails", "could not join: it is a test")]
+    ("fate", "reason"), [("ends", "exited with code 3"), ("fails", "could not join: it is a test")]
 )
-def test_where_no_newcomer_joins_the_job_is_saved_as_ever(
-    online: Job, monkeypatch: pytest.MonkeyPatch, fate: str, why: str
+def test_without_a_newcomer_the_job_is_saved(
+    online: Job, monkeypatch: pytest.MonkeyPatch, fate: str, reason: str
 ) -> None:
     monkeypatch.setenv("TTP_TEST_NEWCOMER", fate)
     train(online)
     online.workers[1].process.kill()
     verdict = online.verdict()
     assert verdict.line.startswith("rank 1 was ended by SIGKILL; ")
-    assert why in verdict.line
+    assert reason in verdict.line
     assert online.nodes[0].control.recovered.empty()
 
 
-def test_where_no_process_can_be_started_the_job_is_saved_at_once(online: Job) -> None:
+def test_without_a_new_process_the_job_is_saved_at_once(online: Job) -> None:
     train(online)
     online.cannot_start = True
     online.workers[1].process.kill()
@@ -160,17 +162,16 @@ def test_without_restarts_left_nobody_is_replaced(online: Job) -> None:
 def test_every_agent_is_told(online: Job) -> None:
     train(online, nodes=2)
     online.workers[1].process.kill()
-    (here, path), (there, where) = recovered(online, 0), recovered(online, 1)
-    assert here == there
+    (on_node_0, path), (on_node_1, path_on_node_1) = recovered(online, 0), recovered(online, 1)
+    assert on_node_0 == on_node_1
     assert Path(path).exists() or report(path)
-    assert where == "on node 0"
+    assert path_on_node_1 == "on node 0"
     for worker in (online.workers[0], online.workers[1]):
         while worker.read_line() != f"recovered {FIRST}":
             pass
 
 
 def test_a_verdict_that_no_controller_gives_has_no_report(online: Job) -> None:
-    """The last report there is belongs to the incident that was recovered."""
     train(online, nodes=2)
     online.workers[1].process.kill()
     for node in (0, 1):

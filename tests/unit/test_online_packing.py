@@ -1,4 +1,4 @@
-"""The record of a step as bytes, and back: equal in every bit, and nothing is unpickled."""
+"""The record of a step packed into bytes and back: bitwise equal, without pickle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(back, tensor)
 
 
-def test_random_states_go_on_where_they_were() -> None:
+def test_random_states_continue_their_sequence() -> None:
     numpy.random.seed(5)
     numpy.random.standard_normal()
     states = transfer.unpack(
@@ -71,7 +71,7 @@ def test_a_generator_of_torch() -> None:
     assert torch.equal(torch.rand(2, generator=back), torch.rand(2, generator=generator))
 
 
-def test_what_cannot_be_passed_on_is_named() -> None:
+def test_an_unsupported_value_is_named() -> None:
     with pytest.raises(TypeError, match="Random cannot be passed on"):
         transfer.pack({"a": [random.Random()]})
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_passed_on_is_named() -> None:
     ("module", "kind"), [("this", "Colour"), ("builtins", "getattr"), (__name__, "random.Random")]
 )
 def test_only_members_of_enums_are_looked_up_and_nothing_is_imported(module: str, kind: str) -> None:
-    """`transfer.pack` makes no such thing."""
+    """`transfer.pack` writes no such name."""
     member = msgspec.msgpack.Ext(6, transfer.pack([module, kind, "RED"]))
     with pytest.raises(TypeError, match="is no member of an enum here"):
         transfer.unpack(msgspec.msgpack.encode(member))

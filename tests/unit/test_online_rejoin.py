@@ -1,4 +1,4 @@
-"""Online recovery in one worker: threads of an attempt that is over, and messages that follow closely."""
+"""Online recovery in one worker: threads of an abandoned attempt, and orders in quick succession."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from adaptor.worker.session import Session
 from tests.unit.threads import LONG_S, Thread
 from tests.unit.trainee import CountingTrainee, Loop
 
-# For a main thread that does not come.
+# Seconds to wait for a main thread that does not come.
 IN_VAIN_S = 0.3
 
 
@@ -62,7 +62,7 @@ class Worker:
         self.board = board
 
     def may_update(self, step: int) -> bool:
-        """Whether the main thread comes through a door that is closed, where it is let through."""
+        """Return whether the main thread passes a closed door when let through."""
         door = self.session.door
         door.shut()
         door.let_through(step)
@@ -82,10 +82,10 @@ def memory() -> Iterator[BoardMemory]:
 
 
 def test_a_thread_that_is_late_turns_nobody_away_when_all_go_on(memory: BoardMemory) -> None:
-    """Else the next incident would take the main thread out of an update that is to be saved."""
+    """Otherwise the next incident would take the main thread out of an update to be saved."""
     worker = Worker(memory)
 
-    def wake(inodes: frozenset[int]) -> int:  # its thread was put off its core for all of attempt 2
+    def wake(inodes: frozenset[int]) -> int:  # the thread did not run during attempt 2
         worker.rejoin.proceed(Proceed(1, 5))
         worker.board.finish(5)
         return 0
@@ -121,7 +121,7 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
 def test_the_framework_waits_by_torchs_own_function_where_no_wait_has_to_be_ended(
     memory: BoardMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that is not recovered online, or whose groups are not gloo's: nothing is put before the wait."""
+    """Without online recovery, or with groups other than gloo's, the wait is not wrapped."""
     patches.load("online")
     native, rejoin = dist.Work.wait, Worker(memory).rejoin
     try:
@@ -139,8 +139,8 @@ def test_the_framework_waits_by_torchs_own_function_where_no_wait_has_to_be_ende
     assert dist.Work.wait is native
 
 
-def test_a_wait_for_what_has_ended_calls_torch_alone(memory: BoardMemory) -> None:
-    """There are eight of them in a micro-batch."""
+def test_a_wait_for_finished_work_calls_torch_alone(memory: BoardMemory) -> None:
+    """A micro-batch makes eight such waits."""
     patches.load("online")
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
     work = group.allreduce([torch.ones(1)])
@@ -158,8 +158,8 @@ def test_a_wait_for_what_has_ended_calls_torch_alone(memory: BoardMemory) -> Non
     assert called == ["wait"]
 
 
-def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
-    """Each has a thread of its own, and that of the newer one may be faster."""
+def test_a_late_order_is_ignored(memory: BoardMemory) -> None:
+    """Each order has a thread; the thread of the newer order may be faster."""
     worker = Worker(memory)
     worker.board.ready(5)  # an update that does not come
     woken: list[int] = []
@@ -170,7 +170,7 @@ def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
 
 
 def test_a_thread_that_begins_when_all_go_on_does_nothing(memory: BoardMemory) -> None:
-    """It would take the order for one of the next incident, and turn the main thread away."""
+    """It would take the order for one of the next incident and turn the main thread away."""
     worker = Worker(memory)
     worker.board.finish(5)
     worker.rejoin.proceed(Proceed(1, 5))
@@ -180,10 +180,10 @@ def test_a_thread_that_begins_when_all_go_on_does_nothing(memory: BoardMemory) -
     assert worker.may_update(6)
 
 
-def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> None:
-    """Its order may come before the main thread has seen that all go on."""
+def test_a_joined_rank_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> None:
+    """The next order may come before the main thread sees that all continue."""
     worker = Worker(memory, comes_new=True)
-    worker.rejoin.regroup(order(1), lambda inodes: 0)  # the main thread asks for the rest by itself
+    worker.rejoin.regroup(order(1), lambda inodes: 0)  # the main thread requests the rest itself
     worker.board.finish(5)
     worker.rejoin.proceed(Proceed(1, 5))
     assert not worker.rejoin.newcomer
@@ -191,8 +191,8 @@ def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> 
         worker.rejoin.regroup(order(1, incident=2, timeout_s=IN_VAIN_S), lambda inodes: 0)
 
 
-class Given:
-    """What a survivor gives (`state.Given`)."""
+class SurvivorState:
+    """The state that a survivor provides (`state.Given`)."""
 
     device = HOST
 
@@ -210,18 +210,18 @@ class Given:
 
 
 def adam() -> torch.optim.Optimizer:
-    made = torch.optim.Adam([torch.nn.Parameter(torch.ones(4))])
-    made.param_groups[0]["params"][0].grad = torch.ones(4)
-    made.step()
-    return made
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(4))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4)
+    optimizer.step()
+    return optimizer
 
 
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
-    """The giver looks at its own only when it joins itself."""
-    theirs, own = adam(), adam()
+    """The source checks its own shard only when it joins."""
+    sender_optimizer, target = adam(), adam()
     if not is_finite:
-        next(iter(theirs.state.values()))["exp_avg"][1] = torch.nan
+        next(iter(sender_optimizer.state.values()))["exp_avg"][1] = torch.nan
     store = dist.HashStore()
 
     def line(place: int) -> transfer.TransferChannel:
@@ -229,9 +229,11 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
             dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place
         )
 
-    chain = SimpleNamespace(optimizer=own, data_parallel_group=None)
+    chain = SimpleNamespace(optimizer=target, data_parallel_group=None)
     loop: Any = SimpleNamespace(protected=SimpleNamespace(optimizer=chain, group="g", model=[]))
-    with Thread(lambda: transfer.answer(line(transfer.SOURCE), Given(theirs), lambda: False)) as gives:
+    with Thread(
+        lambda: transfer.answer(line(transfer.SOURCE), SurvivorState(sender_optimizer), lambda: False)
+    ) as gives:
         to_source = line(transfer.NEWCOMER)
         if is_finite:
             state.fetch_shards(order(1), 1, lambda source: to_source, loop)
@@ -242,7 +244,7 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
 
 
 def test_small_tensors_arrive_in_one_message() -> None:
-    """Each message is a round trip, and an optimizer has hundreds of small tensors."""
+    """Each message costs a round trip, and an optimizer has hundreds of small tensors."""
     store, sent = dist.HashStore(), []
 
     def line(place: int) -> transfer.TransferChannel:
@@ -266,17 +268,17 @@ def test_small_tensors_arrive_in_one_message() -> None:
             odd.clone(),
         ]
 
-    given, taken = tensors(2.0), tensors(1.0)
-    with Thread(lambda: line(transfer.SOURCE).send_tensors(given, lambda tensor: tensor)) as gives:
-        assert line(transfer.NEWCOMER).receive_tensors(taken) == sum(tensor.nbytes for tensor in given)
+    outgoing, taken = tensors(2.0), tensors(1.0)
+    with Thread(lambda: line(transfer.SOURCE).send_tensors(outgoing, lambda tensor: tensor)) as gives:
+        assert line(transfer.NEWCOMER).receive_tensors(taken) == sum(tensor.nbytes for tensor in outgoing)
         gives.result()
-    assert all(map(torch.equal, given, taken))
+    assert all(map(torch.equal, outgoing, taken))
     small, checksum = [50, 4 << 20, 6], [8, 8]
     assert sent == [*small, *checksum]
 
 
-def test_an_order_from_before_a_freeze_is_not_obeyed(memory: BoardMemory) -> None:
-    """A controller has taken over: what it was told of this rank's steps has to stay true."""
+def test_an_order_from_before_a_freeze_is_ignored(memory: BoardMemory) -> None:
+    """A new controller has taken over: the steps reported to it must stay true."""
     worker = Worker(memory)
     worker.rejoin.freeze(12)
     woken: list[int] = []
@@ -298,8 +300,8 @@ def test_a_freeze_ends_the_attempt_that_waits(memory: BoardMemory) -> None:
     assert worker.may_update(6), "the attempt has turned the main thread away after it was given up"
 
 
-def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
-    """The live state is overwritten with the local copy from then on, and the copy stays what it is."""
+def test_an_abandoned_step_is_not_provided(memory: BoardMemory) -> None:
+    """The live state is then overwritten with the local copy, and the copy stays unchanged."""
     worker = Worker(memory)
     worker.board.ready(5)
     worker.board.updating(copied=True)
@@ -316,7 +318,7 @@ def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
 def test_a_regular_save_that_an_incident_has_taken_away_ends_no_training(
     memory: BoardMemory, is_frozen: bool
 ) -> None:
-    """Its folder makes room for that of the incident; at other times the disk has failed."""
+    """The incident's dump replaces its folder; without an incident the disk has failed."""
     worker = Worker(memory)
 
     class ToldError(Exception):
@@ -345,7 +347,7 @@ def test_a_regular_save_that_an_incident_has_taken_away_ends_no_training(
 def test_a_main_thread_that_waits_for_no_other_rank_hangs_in_a_recovery_alone(
     look: Callable[[], Standing | None], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the framework it may save, or compile, for any time."""
+    """Inside the framework the main thread may save or compile for any time."""
     monkeypatch.setattr(rejoin, "UNWIND_S", 0.01)
     raised: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The framework's run of Weights & Biases is ended before a worker is ended, and holds it up only so long."""
+"""The framework's Weights & Biases run is finished before a worker ends, within a time limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from adaptor.worker.incident_marks import OpenRun
 from tests.unit.threads import LONG_S
 
 
-class Hangs:
-    """A client whose service does not answer."""
-
+class HangingClient:
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.answers = threading.Event()
@@ -23,16 +21,14 @@ class Hangs:
         self.answers.wait()
 
 
-class Fails:
-    """A client that has no run any more."""
-
+class FailingClient:
     def finish(self, exit_code: int) -> None:
         raise ConnectionError("the service is gone")
 
 
 def test_a_client_that_hangs_is_left() -> None:
     run = OpenRun(context.get())
-    run.client = client = Hangs()
+    run.client = client = HangingClient()
     run.end(limit_s=0.05)  # returns
     assert client.asked.wait()
     client.answers.set()
@@ -40,7 +36,7 @@ def test_a_client_that_hangs_is_left() -> None:
 
 def test_a_client_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     run = OpenRun(context.get())
-    run.client = Fails()
+    run.client = FailingClient()
     run.end(LONG_S)
     assert (
         "[ttp] the run of W&B was not ended: ConnectionError: the service is gone" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What operators read of a job: its files, as their schemas say, and the command `ttp`."""
+"""The files of a job for operators, by their schemas, and the command `ttp`."""
 
 from __future__ import annotations
 
@@ -77,21 +77,19 @@ SAVED = Verdict(
 )
 
 
-class Notices:
-    """A notifier whose notices are kept."""
-
+class RecordingNotifier:
     def __init__(self) -> None:
         self._makes: list[Any] = []
 
     def submit(self, make: Any) -> None:
         self._makes.append(make)
 
-    def made(self) -> list[records.Notice]:
+    def notices(self) -> list[records.Notice]:
         return [make() for make in self._makes]
 
 
-class Recorded:
-    """The files of a job of two nodes with one rank each, as its messages and orders make them."""
+class RecordedJob:
+    """The files of a job of two nodes with one rank each, written from its messages and orders."""
 
     def __init__(self, logs: Path, notify: Callable[[Any], None] = lambda make: None) -> None:
         self.logs = logs
@@ -134,7 +132,7 @@ class Recorded:
         return written
 
 
-# Of the JSON Schemas without descriptions: readers of the files rely on the fields and their types.
+# Digests of the JSON Schemas without descriptions: readers rely on the fields and their types.
 _DIGESTS = {
     "event": "7935b8bf6f5d6bd0",
     "incident": "77a931bdc87b2b06",
@@ -148,23 +146,23 @@ def _without_descriptions(value: Any) -> Any:
         return {
             key: _without_descriptions(item)
             for key, item in value.items()
-            if key != "description" or isinstance(item, dict)  # of a field of this name
+            if key != "description" or isinstance(item, dict)  # a field of this name
         }
     return [_without_descriptions(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", sorted(records.SCHEMAS))
-def test_a_schema_changes_on_purpose_only(name: str) -> None:
+def test_the_schemas_are_unchanged(name: str) -> None:
     text = json.dumps(_without_descriptions(records.schema(name)), sort_keys=True)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == _DIGESTS[name]
 
 
 def test_the_file_of_an_incident(tmp_path: Path) -> None:
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     job.rank_1_is_killed(100.0)
     written = job.incident()
     assert Path(job.report.path).relative_to(tmp_path).parts[:2] == ("job_7", "incidents")
-    told = {
+    expected_fields = {
         "id": Path(job.report.path).stem,
         "generation": 1,
         "cause": {
@@ -189,7 +187,7 @@ def test_the_file_of_an_incident(tmp_path: Path) -> None:
         "exit_code": 137,
         "runbook": "docs/runbook.md#signal",
     }
-    assert {name: written[name] for name in told} == told
+    assert {name: written[name] for name in expected_fields} == expected_fields
     phases = {name: seconds and round(seconds, 3) for name, seconds in written["phases"].items()}
     assert phases == {
         "detect": 0.02,
@@ -220,19 +218,19 @@ LOST = msgspec.structs.replace(
 def test_the_steps_of_a_state_that_is_lost(
     tracker: str | None, newest: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The files, the command and the notice have the same number, though the job goes on no more."""
+    """The files, the command and the notice give the same number, though the job does not continue."""
     save = tmp_path / "save"
     save.mkdir()
     if tracker is not None:
         (save / naming.TRACKER).write_text(tracker)
-    notices = Notices()
-    job = Recorded(tmp_path / "logs", notices.submit)
+    notices = RecordingNotifier()
+    job = RecordedJob(tmp_path / "logs", notices.submit)
     job.report.record_progress(48 if newest < 0 else 46)
     job.rank_1_is_killed(100.0, msgspec.structs.replace(LOST, save_folder=str(save), newest=newest))
     job.report.record_next_action("the job ends: no restart is left")
     written = job.incident()
     assert (written["verdict"], written["steps_lost"]) == ("lost", steps)
-    (notice,) = notices.made()
+    (notice,) = notices.notices()
     assert notice.incident is not None
     assert notice.incident.steps_lost == steps
     assert f"no live holder, {steps} step{'' if steps == 1 else 's'} lost; " in notice.text
@@ -244,11 +242,11 @@ def test_the_steps_of_a_state_that_is_lost(
 def test_the_steps_of_a_state_that_is_lost_with_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is there all the same, and says later what the job has gone on from."""
+    """The file exists anyway, and later names the step from which the job continued."""
     answers = threading.Event()
     monkeypatch.setattr(log, "TRACKER_S", 0.05)
     monkeypatch.setattr(log, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     job.rank_1_is_killed(100.0, LOST)
     assert job.incident()["steps_lost"] is None
     answers.set()
@@ -261,8 +259,8 @@ def test_the_steps_of_a_state_that_is_lost_with_a_disk_that_hangs(
 
 @pytest.mark.parametrize("unprotected", [False, True])
 def test_the_steps_of_a_job_that_had_nothing_to_save(unprotected: bool, tmp_path: Path) -> None:
-    """Nobody has counted those of a script that was not protected."""
-    job = Recorded(tmp_path)
+    """The steps of an unprotected script are unknown."""
+    job = RecordedJob(tmp_path)
     if unprotected:
         job.report.record_message(1, Unprotected(1, "SGD makes updates, and adaptor.protect was not called"))
     job.rank_1_is_killed(100.0, msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1))
@@ -270,7 +268,7 @@ def test_the_steps_of_a_job_that_had_nothing_to_save(unprotected: bool, tmp_path
 
 
 def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> None:
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     job.rank_1_is_killed(100.0)
     job.report.record_next_action("restart 1 of 3")
     job.report.begin(2)
@@ -292,7 +290,7 @@ def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> N
 
 
 def test_an_online_recovery(tmp_path: Path) -> None:
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     recovered = Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,))
     job.rank_1_is_killed(100.0, recovered, replaced_by=171)
     job.report.record_progress(48)
@@ -304,8 +302,8 @@ def test_an_online_recovery(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_before_its_hello_has_its_own_pid(tmp_path: Path) -> None:
-    """A newcomer, and a worker of the next generation: that of before had another one."""
-    job = Recorded(tmp_path)
+    """A newcomer, and a worker of the next generation, do not take the pid of their predecessor."""
+    job = RecordedJob(tmp_path)
     recovered = Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,))
     job.rank_1_is_killed(100.0, recovered, replaced_by=171)
     say, order = job.report.record_message, job.report.record_order
@@ -321,7 +319,7 @@ def test_a_process_that_ends_before_its_hello_has_its_own_pid(tmp_path: Path) ->
 
     job.report.begin(2)
     job.report.record_start()
-    order(1, 1, Freeze(3), 300.0)  # nobody knows its pid yet
+    order(1, 1, Freeze(3), 300.0)  # its pid is not known yet
     say(1, Died(1, 1, 300.1, BoardRecord(1, 371)), 300.1)
     say(0, Frozen(0, 3, BoardRecord(0, 370)), 300.2)
     order(0, None, msgspec.structs.replace(SAVED, incident=3), 300.3)
@@ -343,14 +341,14 @@ def test_after_a_ttprun_that_was_told_to_end(nodes: int, action: str, tmp_path: 
         report.record_message(node, AgentHello(node, (node,), host=f"n{node}"))
     report.record_message(nodes - 1, AgentTerminationRequested(nodes - 1, "SIGTERM"))
     fault = Fault("SIGTERM", 47, (), 70, "n1", "told-to-end")
-    told = msgspec.structs.replace(SAVED, fault=fault, cause_rank=-1, exit_code=143)
-    report.record_order(0, None, told)
+    expected_fields = msgspec.structs.replace(SAVED, fault=fault, cause_rank=-1, exit_code=143)
+    report.record_order(0, None, expected_fields)
     assert output.drain(LONG_S)
     assert json.loads(Path(report.path).read_text())["next_action"] == action
 
 
 def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     for rank in (0, 1):
         job.report.record_order(rank, rank, Freeze(1), 5.0)
     job.report.record_message(0, Frozen(0, 1, BoardRecord(0)), 6.0)
@@ -361,8 +359,8 @@ def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_and_is_replaced(tmp_path: Path) -> None:
-    """It is ended for its silence: the hang began before that, and it has never answered."""
-    job = Recorded(tmp_path)
+    """It is ended for its silence: the hang began earlier, and it never answered."""
+    job = RecordedJob(tmp_path)
     say, order = job.report.record_message, job.report.record_order
     say(0, NodeStalled(0, 6.0, 48, -1), 100.0)
     for rank in (0, 1):
@@ -432,13 +430,13 @@ def _is_away() -> Failures:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_cause_has_its_kind(failures: Failures, kind: str) -> None:
+def test_each_cause_has_a_kind(failures: Failures, kind: str) -> None:
     assert failures.first([]).kind == kind
     page = (Path(__file__).parents[2] / "docs/runbook.md").read_text()
     assert f"\n## {kind}\n" in page
 
 
-class Watched:
+class WatchedStatus:
     """The status of a job with two ranks on one node."""
 
     def __init__(self, logs: Path) -> None:
@@ -451,7 +449,7 @@ class Watched:
 
     def look(self, *finished: int, generation: int = 1) -> Status:
         boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
-        self.status._written = -1e9  # a second is over
+        self.status._written = -1e9  # a second has passed
         self.status.look(boards, self.controller, 0, 1, generation, 0)
         return self.read()
 
@@ -466,35 +464,33 @@ class Watched:
 
 
 def test_the_status_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Watched(tmp_path)
+    job = WatchedStatus(tmp_path)
     job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
     assert (job.look(-1, -1).state, job.look(-1, -1).protected) == ("starting", None)
     shares = (Share("g", 0, 1),)
     job.hears(*(Layout(rank, shares, "/save", 0, "") for rank in (0, 1)))
     status = job.look(5, 4)
     assert (status.state, status.protected, status.step, status.save) == ("training", True, 5, "/save")
-    assert job.look(5, 5).shard_holders == 2  # it was counted meanwhile
+    assert job.look(5, 5).shard_holders == 2  # counted in the meantime
     job.hears(Dying(1, 2.0, BoardRecord(1, 71, Phase.RUNNING, 5, 5)))
-    job.report.open_words = words = "rank 1 was ended by SIGKILL; step 5 is being saved"
+    job.report.open_words = open_words = "rank 1 was ended by SIGKILL; step 5 is being saved"
     status = job.look(5, 5)
-    assert (status.state, status.shard_holders, status.open_incident) == ("incident", None, words)
+    assert (status.state, status.shard_holders, status.open_incident) == ("incident", None, open_words)
     for command in ("status", "incidents"):
         ttp.main([command, str(tmp_path / "job")])
-        assert f"; one is open: {words}\n" in capsys.readouterr().out
+        assert f"; one is open: {open_words}\n" in capsys.readouterr().out
     job.report.open_words = ""
-    job.controller = Controller(
-        2, 10.0, ("", 0, b"")
-    )  # all are started again: nobody has said the folder yet
+    job.controller = Controller(2, 10.0, ("", 0, b""))  # after a restart no rank has reported the folder yet
     assert job.look(-1, -1, generation=2).save == "/save"
     job.status.end()
     assert (job.read().state, job.read().step) == ("ended", 5)
-    job.status.note_last_step(7)  # it was finished after the last look at the boards
+    job.status.note_last_step(7)  # finished after the last look at the boards
     job.status.end()
     assert job.read().step == 7
 
 
 def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Watched(tmp_path)
+    job = WatchedStatus(tmp_path)
     for step in (4, 8):
         job.report.record_message(0, SaveEnded(0, step, "rank 1: No space left on device (/save)"))
     status = job.look(9, 9)
@@ -512,13 +508,13 @@ def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.
 def test_a_series_of_failed_saves_has_two_notices(tmp_path: Path) -> None:
     class Notices:
         def submit(self, make: Callable[[], Notice]) -> None:
-            told.append(make())
+            expected_fields.append(make())
 
-    told: list[Notice] = []
+    expected_fields: list[Notice] = []
     report = IncidentReport(JobFiles(str(tmp_path), "job"), Notices().submit)
     for step, reason in ((2, ""), (4, "no room"), (6, "no room"), (8, ""), (10, "")):
         report.record_message(0, SaveEnded(0, step, reason))
-    assert [(notice.type, notice.text) for notice in told] == [
+    assert [(notice.type, notice.text) for notice in expected_fields] == [
         ("save", "job: step 4 could not be saved: no room; training goes on"),
         ("save", "job: step 8 is saved"),
     ]
@@ -527,15 +523,15 @@ def test_a_series_of_failed_saves_has_two_notices(tmp_path: Path) -> None:
 def test_the_status_says_how_old_the_copies_in_host_memory_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Watched(tmp_path)
-    before = job.look(5, 5)
-    assert (before.host_copy_step, before.host_copy_time) == (None, None)
+    job = WatchedStatus(tmp_path)
+    first_status = job.look(5, 5)
+    assert (first_status.host_copy_step, first_status.host_copy_time) == (None, None)
     job.copy_step = 4
     first = job.look(5, 5)
     assert (first.host_copy_step, first.host_copy_time) == (4, first.time)
-    later = job.look(6, 6)
-    assert (later.host_copy_step, later.host_copy_time) == (4, first.time)
-    assert later.time > first.time
+    later_status = job.look(6, 6)
+    assert (later_status.host_copy_step, later_status.host_copy_time) == (4, first.time)
+    assert later_status.time > first.time
     ttp.main(["status", str(tmp_path / "job")])
     assert "\nhost copy    step 4, made " in capsys.readouterr().out
 
@@ -543,7 +539,7 @@ def test_the_status_says_how_old_the_copies_in_host_memory_are(
 def test_the_status_says_whether_a_drill_found_the_job_recoverable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Watched(tmp_path)
+    job = WatchedStatus(tmp_path)
     assert job.look(5, 5).drill_step is None
     job.report.record_message(0, Drilled(0, 4, 1))
     first = job.look(5, 5)
@@ -553,14 +549,14 @@ def test_the_status_says_whether_a_drill_found_the_job_recoverable(
     job.report.record_message(0, Drilled(0, 6, 0, "shard 1 of 2 of group a has no live holder"))
     job.look(6, 6)
     ttp.main(["status", str(tmp_path / "job")])
-    found = "not recoverable (without rank 0: shard 1 of 2 of group a has no live holder) at step 6"
-    assert f"\ndrill        {found}" in capsys.readouterr().out
+    drill_result = "not recoverable (without rank 0: shard 1 of 2 of group a has no live holder) at step 6"
+    assert f"\ndrill        {drill_result}" in capsys.readouterr().out
 
 
 def test_the_status_names_a_rank_that_computes_longer_than_its_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Watched(tmp_path)
+    job = WatchedStatus(tmp_path)
     job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
     job.hears(*(Layout(rank, (Share("g", 0, 1),), "/save", 0, "") for rank in (0, 1)))
     job.report.record_message(0, ComputeTimes(0, {0: ComputeTime(0.5), 1: ComputeTime(0.55)}))
@@ -596,8 +592,8 @@ def test_a_rank_with_more_tokens_or_with_few_of_them_is_not_slow() -> None:
 def test_a_log_folder_that_cannot_be_written_is_told_of_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And what has failed meanwhile is written when it can be."""
-    job = Recorded(tmp_path)
+    """The missed files are written once the folder is writable."""
+    job = RecordedJob(tmp_path)
     folder = tmp_path / "job_7"
     assert output.drain(LONG_S)
     shutil.rmtree(folder)
@@ -609,8 +605,8 @@ def test_a_log_folder_that_cannot_be_written_is_told_of_once(
     job.report.record_next_action("restart 1 of 3")
     assert output.drain(LONG_S)
     lines = capfd.readouterr().err.splitlines()
-    why = "the status of the job cannot be written (File exists); the job goes on"
-    assert [line.startswith(f"[ttp] {folder}: {why}") for line in lines] == [True, False]
+    reason = "the status of the job cannot be written (File exists); the job goes on"
+    assert [line.startswith(f"[ttp] {folder}: {reason}") for line in lines] == [True, False]
     assert lines[1].startswith("[ttp] the incident report cannot be written: ")
     folder.unlink()
     _now(status)
@@ -650,27 +646,27 @@ def test_a_disk_of_logs_that_hangs_is_told_of(tmp_path: Path, capfd: pytest.Capt
 
 
 def _now(status: JobStatus) -> None:
-    """Have the status written, as if a second was over."""
+    """Have the status written as if a second had passed."""
     status._written = -1e9
     status.look([], Controller(2, 10.0, ("", 0, b"")), 0, 1, 1, 0)
 
 
 def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
-    """Over the processes of a place, over the nodes that have the controller, and over ttprun's own end."""
+    """Over the processes of a rank, over the nodes with the controller, and over ttprun's restart."""
 
     def reading(save: float) -> list[float]:
-        return [30.0, 1.0, 2.0, save, 100.0, 4.0]  # in the order of USES; a load is told with `training`
+        return [30.0, 1.0, 2.0, save, 100.0, 4.0]  # in the order of USES; a load is reported with `training`
 
-    first = Watched(tmp_path)
+    first = WatchedStatus(tmp_path)
     first.status.uses.look(reading(save=8.0))
     uses = {"data": 1.0, "evaluation": 2.0, "save": 8.0, "other": 4.0}
     assert first.look(1).spent == {"productive": 30.0, "wasted": 0.0, **uses}
-    first.status.uses.look(reading(save=0.5))  # of a process that has taken the place of the first
+    first.status.uses.look(reading(save=0.5))  # of the replacement of the first process
     assert first.look(1).spent["save"] == 8.5
-    second = Watched(tmp_path)
+    second = WatchedStatus(tmp_path)
     second.status.uses.look(reading(save=10.0))
     assert second.look(1).spent["save"] == 18.5
-    first.status.uses.begin()  # the controller is there again, with new workers
+    first.status.uses.begin()  # the controller runs again, with new workers
     first.status.uses.look(reading(save=2.0))
     assert first.look(1, generation=2).spent["save"] == 20.5
     first.status.uses.look(reading(save=3.0))  # a last save
@@ -679,21 +675,21 @@ def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_made_again_are_told_as_such(tmp_path: Path) -> None:
-    """By a second start of the workers, by the node that takes over, and by another ttprun."""
+    """After a restart of the workers, a take-over by a node, and a new ttprun."""
 
-    def look(job: Watched, step: int, seconds: float, generation: int = 1) -> tuple[float, float]:
+    def look(job: WatchedStatus, step: int, seconds: float, generation: int = 1) -> tuple[float, float]:
         job.status.uses.look([seconds, 0.0, 0.0, 0.0, 0.0, 0.0])
         spent = job.look(step, generation=generation).spent
         return spent["productive"], spent["wasted"]
 
-    first = Watched(tmp_path)
+    first = WatchedStatus(tmp_path)
     assert look(first, 10, 10.0) == (10.0, 0.0)
     first.status.uses.begin()
-    assert look(first, 6, 0.0, generation=2) == (10.0, 0.0)  # what is loaded
+    assert look(first, 6, 0.0, generation=2) == (10.0, 0.0)  # the loaded step
     assert look(first, 8, 2.0, generation=2) == (10.0, 2.0)
     assert look(first, 8, 2.5, generation=2) == (10.0, 2.5)
-    assert look(first, 12, 6.5, generation=2) == (12.0, 4.5)  # the half of four steps
-    second = Watched(tmp_path)
+    assert look(first, 12, 6.5, generation=2) == (12.0, 4.5)  # half of four steps
+    second = WatchedStatus(tmp_path)
     assert look(second, 11, 0.0) == (12.0, 4.5)
     assert look(second, 13, 2.0) == (13.0, 5.5)
     assert look(second, 14, 3.0) == (14.0, 5.5)
@@ -701,11 +697,11 @@ def test_steps_that_are_made_again_are_told_as_such(tmp_path: Path) -> None:
 
 def test_steps_are_timed_between_readings_while_the_job_trains() -> None:
     timer = StepTimer()
-    for now, step in enumerate([-1, 3, 3, 4, 6, 6]):  # when step 3 ended is not known
-        timer.look(step, 2.0 * now, counts=True)
+    for reading, step in enumerate([-1, 3, 3, 4, 6, 6]):  # the end of step 3 is unknown
+        timer.look(step, 2.0 * reading, counts=True)
     assert timer.times() == StepTimes(limits=list(LIMITS_S), counts=[0, 0, 2, 0, 0, 0, 0, 0, 0], sum=2.0)
     timer.look(7, 20.0, counts=False)
-    timer.look(7, 21.0, counts=True)  # after an incident: trained again, or not
+    timer.look(7, 21.0, counts=True)  # after an incident: repeated or not
     timer.look(8, 22.0, counts=True)
     timer.look(9, 422.0, counts=True)
     times = timer.times()
@@ -714,22 +710,22 @@ def test_steps_are_timed_between_readings_while_the_job_trains() -> None:
 
 
 def test_a_job_that_is_not_protected_says_why(tmp_path: Path) -> None:
-    job = Watched(tmp_path)
+    job = WatchedStatus(tmp_path)
     job.hears(AgentHello(0, (0, 1)), Hello(0, 70), Unprotected(0, "no adaptor.protect"))
     status = job.look(-1, -1)
     assert (status.protected, status.why_not) == (False, "no adaptor.protect")
 
 
 def _written(logs: Path, **changes: Any) -> None:
-    job = Watched(logs)
+    job = WatchedStatus(logs)
     job.hears(AgentHello(0, (0, 1)), Hello(0, 70))
-    now = {"time": records.utc(time.time()), "state": "training", "protected": True, **changes}
-    status = msgspec.structs.replace(job.look(5, 5), **now)
+    fields = {"time": records.utc(time.time()), "state": "training", "protected": True, **changes}
+    status = msgspec.structs.replace(job.look(5, 5), **fields)
     (logs / "job/status.json").write_bytes(msgspec.json.encode(status))
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "said"),
+    ("changes", "code", "text"),
     [
         ({}, 0, "job: training"),
         ({"protected": False, "why_not": "no steps"}, 1, "NOT PROTECTED: no steps"),
@@ -742,11 +738,11 @@ def _written(logs: Path, **changes: Any) -> None:
     ids=["training", "unprotected", "to its end", "never", "silent", "ended", "a name that is no text"],
 )
 def test_ttp_status(
-    changes: dict[str, Any], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], code: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _written(tmp_path, **changes)
     assert ttp.main(["status", str(tmp_path)]) == code
-    assert said in capsys.readouterr().out
+    assert text in capsys.readouterr().out
     assert ttp.main(["status", str(tmp_path / "job"), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["job"] == "job"
 
@@ -765,15 +761,15 @@ def test_a_status_that_is_none_is_one_line(
 def test_nothing_to_read_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for where in (tmp_path, tmp_path / "none"):
-        assert ttp.main([command, str(where)]) == terminal.USAGE
+    for folder in (tmp_path, tmp_path / "none"):
+        assert ttp.main([command, str(folder)]) == terminal.USAGE
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"ttp: error: {where}: ")
+        assert line.startswith(f"ttp: error: {folder}: ")
 
 
 def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _written(tmp_path)
-    job = Recorded(tmp_path)
+    job = RecordedJob(tmp_path)
     job.rank_1_is_killed(100.0)
     job.incident()
     (tmp_path / "job").rename(tmp_path / "other")
@@ -783,12 +779,12 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "saved; steps lost: 0" in stdout
     assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in stdout
     assert ttp.main(["incidents", "--json", str(tmp_path)]) == 0
-    assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
+    assert [record["blamed"] for record in json.loads(capsys.readouterr().out)] == [1]
     path = Path(job.report.path)
-    one = msgspec.json.decode(path.read_bytes(), type=records.IncidentRecord)
-    one.began, one.ended = records.utc(100.0), records.utc(102.0)
-    one.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
-    path.write_bytes(msgspec.json.encode(one))
+    record = msgspec.json.decode(path.read_bytes(), type=records.IncidentRecord)
+    record.began, record.ended = records.utc(100.0), records.utc(102.0)
+    record.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
+    path.write_bytes(msgspec.json.encode(record))
     assert ttp.main(["incidents", str(tmp_path)]) == 0
     stdout = capsys.readouterr().out
     assert (
@@ -802,8 +798,8 @@ def test_where_no_step_has_finished_none_is_lost(tmp_path: Path, capsys: pytest.
     report.begin(1)
     report.record_message(0, AgentHello(0, (0,), host="n0"))
     line = "rank 1 was ended by SIGKILL; nothing to save: no step has finished"
-    told = msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1, line=line)
-    report.record_order(0, None, told)
+    expected_fields = msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1, line=line)
+    report.record_order(0, None, expected_fields)
     assert output.drain(LONG_S)
     assert ttp.main(["incidents", str(tmp_path)]) == 0
     next_action = "the workers are started again, if a restart is left"
@@ -822,7 +818,6 @@ def _checkpoint(save: Path, step: int) -> Path:
 
 
 def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By both commands, which are one."""
     save = tmp_path / "save"
     folder = save / naming.final_name(5)
     folder.mkdir(parents=True)
@@ -838,9 +833,9 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
     (folder / "cut").write_bytes(b"c")
     (folder / "gone").unlink()
     assert ttp.main(["verify", str(save), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert found["state"] == "damaged"
-    assert {file["path"]: file["state"] for file in found["files"]} == {
+    (checkpoint,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert checkpoint["state"] == "damaged"
+    assert {file["path"]: file["state"] for file in checkpoint["files"]} == {
         "changed": "changed",
         "cut": "changed",
         "gone": "missing",
@@ -861,7 +856,7 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
 def test_verify_cannot_tell_what_it_may_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _checkpoint(tmp_path, 5)
     (folder / "a").unlink()
-    (folder / "a").symlink_to("/proc/self/mem")  # to be opened, and not to be read
+    (folder / "a").symlink_to("/proc/self/mem")  # can be opened but not read
     entry = FileEntry("a", 0, "0" * 32)
     (folder / naming.MANIFEST).write_bytes(Manifest.now(5, [entry], {}, 1).encode())
     assert ttp.main(["verify", str(tmp_path)]) == terminal.USAGE
@@ -891,8 +886,8 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  state       {line}" in capsys.readouterr().out
     (newest / "a").write_bytes(b"c0ntent")
     assert ttp.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (found["state"], found["problems"]) == (
+    (checkpoint,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (checkpoint["state"], checkpoint["problems"]) == (
         "damaged",
         [f"{newest}/a: checksum differs from the manifest"],
     )

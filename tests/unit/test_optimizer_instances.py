@@ -1,4 +1,4 @@
-"""Jobs in which Megatron-core's optimizer instances would train otherwise than a single one."""
+"""Jobs for which Megatron-core's optimizer instances would compute differently than a single instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptor.frameworks import optimizer_instances
 
 TWICE = "reduces gradients twice"
 EARLY = "may reduce gradients before they are ready"
-NAMES: Any = SimpleNamespace()  # what the functions below would use
+NAMES: Any = SimpleNamespace()  # names used by the functions below
 
 
 class Of015:
@@ -28,7 +28,7 @@ class Of015:
 
 
 class Of016(Of015):
-    """Of 0.16, which makes the first reductions of a process in another order."""
+    """Of 0.16, which orders a process's first reductions differently."""
 
     def finish_grad_sync(self) -> None:
         if NAMES.is_first_batch:
@@ -36,14 +36,14 @@ class Of016(Of015):
 
 
 class Of017(Of016):
-    """Of 0.17 and later, in which the stream is right."""
+    """Of 0.17 and later, whose stream is correct."""
 
     def start_grad_sync(self) -> None:
         NAMES.communication_stream.wait_stream(NAMES.cuda.current_stream())
 
 
 @pytest.mark.parametrize(
-    ("kind", "device", "stages", "aligned", "why"),
+    ("kind", "device", "stages", "aligned", "reason"),
     [
         (Of015, "cpu", 2, True, ""),
         (Of015, "", 1, True, EARLY),
@@ -57,20 +57,20 @@ class Of017(Of016):
     ],
 )
 def test_a_reduction_that_overlaps_the_backward_pass(
-    kind: type, device: str, stages: int, aligned: bool, why: str, monkeypatch: pytest.MonkeyPatch
+    kind: type, device: str, stages: int, aligned: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = types.ModuleType("megatron.core.distributed.param_and_grad_buffer")
     buffers._ParamAndGradBucketGroup = kind  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, buffers.__name__, buffers)
     context.begin({"TTP_DEVICE": device})
     overlaps, does_not = SimpleNamespace(overlap_grad_reduce=True), SimpleNamespace(overlap_grad_reduce=False)
-    found = optimizer_instances.wrong_with_options(overlaps, stages, aligned=aligned)
-    assert why in found
-    assert bool(why) == bool(found)
+    problem = optimizer_instances.wrong_with_options(overlaps, stages, aligned=aligned)
+    assert reason in problem
+    assert bool(reason) == bool(problem)
     assert optimizer_instances.wrong_with_options(does_not, stages, aligned=aligned) == ""
 
 
 def test_sums_in_float32_allow_one_instance() -> None:
-    given = SimpleNamespace(overlap_grad_reduce=False, reduce_scatter_with_fp32_accumulation=True)
-    found = optimizer_instances.wrong_with_options(given, 1, aligned=True)
-    assert found.startswith("--reduce-scatter-with-fp32-accumulation")
+    arguments = SimpleNamespace(overlap_grad_reduce=False, reduce_scatter_with_fp32_accumulation=True)
+    problem = optimizer_instances.wrong_with_options(arguments, 1, aligned=True)
+    assert problem.startswith("--reduce-scatter-with-fp32-accumulation")

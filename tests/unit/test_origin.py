@@ -1,4 +1,4 @@
-"""By what an exception is known, and whether another start could mend it."""
+"""The identity of an exception, and whether another start could mend it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adaptor.worker.origin import origin_of
 
 
 def behind(cause: BaseException) -> ValueError:
-    """Return an exception that a script raises because of `cause`, and does not say so."""
+    """Return an exception that a script raises because of `cause` without chaining it."""
     error = ValueError("the tokenizer cannot be read")
     error.__context__ = cause
     return error
@@ -51,9 +51,9 @@ def behind(cause: BaseException) -> ValueError:
         (SystemExit("the data are not there yet"), False),
         (KeyboardInterrupt(), False),
     ],
-    ids=lambda given: None if isinstance(given, bool) else f"{type(given).__name__}-{given}"[:30],
+    ids=lambda value: None if isinstance(value, bool) else f"{type(value).__name__}-{value}"[:30],
 )
-def test_what_another_start_cannot_mend(error: BaseException, lasting: bool) -> None:
+def test_which_exceptions_are_lasting(error: BaseException, lasting: bool) -> None:
     assert origin_of(error, -1, ScriptStage.TRAINING, trains=False, is_restart=False).lasting is lasting
     assert not origin_of(error, -1, ScriptStage.TRAINING, trains=True, is_restart=False).lasting
     assert origin_of(error, 7, ScriptStage.TRAINED, trains=True, is_restart=False).lasting is lasting

@@ -21,8 +21,6 @@ from tests.unit.threads import LONG_S
 
 
 class Receiver(ThreadingHTTPServer):
-    """A collector that keeps what it is sent."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer = 200
@@ -53,14 +51,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with Receiver() as made:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    with Receiver() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=7")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=collector.serve_forever, args=(0.01,))
         thread.start()
-        yield made
-        made.shutdown()
+        yield collector
+        collector.shutdown()
         thread.join()
 
 
@@ -72,22 +70,22 @@ def test_an_incident_is_one_trace(
 ) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a")
     (path,) = (job / "incidents").iterdir()
-    one = msgspec.structs.replace(incident(), phases=Phases(restart=2.0, load=3.0, first_step=0.5))
-    path.write_bytes(msgspec.json.encode(one))
+    record = msgspec.structs.replace(incident(), phases=Phases(restart=2.0, load=3.0, first_step=0.5))
+    path.write_bytes(msgspec.json.encode(record))
     assert ttp.main(["otel", str(job)]) == 0
     assert capsys.readouterr().out.endswith("1 of 1 incidents sent\n")
-    assert ttp.main(["otel", str(job.parent), "--json"]) == 0  # again: the same trace
+    assert ttp.main(["otel", str(job.parent), "--json"]) == 0  # the same trace is sent again
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        {"incident": one.id, "sent": True}
+        {"incident": record.id, "sent": True}
     ]
-    first, again = receiver.got
-    assert first == again
+    first, second = receiver.got
+    assert first == second
     assert receiver.headers == ["7", "7"]
     (of_resource,) = first.resource_spans
     resource = {attribute.key: attribute.value.string_value for attribute in of_resource.resource.attributes}
     assert (resource["service.name"], resource["team"]) == ("ttp", "a")
-    root, *below = of_resource.scope_spans[0].spans
-    assert (root.name, root.parent_span_id, root.status.message) == ("incident", b"", one.reason)
+    root, *children = of_resource.scope_spans[0].spans
+    assert (root.name, root.parent_span_id, root.status.message) == ("incident", b"", record.reason)
     assert {attribute.key for attribute in root.attributes} >= {
         "ttp.cause",
         "ttp.verdict",
@@ -95,19 +93,19 @@ def test_an_incident_is_one_trace(
         "ttp.job",
     }
     assert [mark.name for mark in root.events] == ["fault-noticed"]
-    assert {each.trace_id for each in below} == {root.trace_id}
-    assert {each.parent_span_id for each in below} == {root.span_id}
-    assert len({each.span_id for each in (root, *below)}) == 4
+    assert {child.trace_id for child in children} == {root.trace_id}
+    assert {child.parent_span_id for child in children} == {root.span_id}
+    assert len({child.span_id for child in (root, *children)}) == 4
     took = {
-        each.name: (each.start_time_unix_nano / 1e9 - BEGAN, each.end_time_unix_nano / 1e9 - BEGAN)
-        for each in below
+        child.name: (child.start_time_unix_nano / 1e9 - BEGAN, child.end_time_unix_nano / 1e9 - BEGAN)
+        for child in children
     }
     assert took == {
         "restart": pytest.approx((51, 53), abs=1e-3),
         "load": pytest.approx((53, 56), abs=1e-3),
         "first_step": pytest.approx((56, 56.5), abs=1e-3),
     }
-    assert root.end_time_unix_nano == below[-1].end_time_unix_nano
+    assert root.end_time_unix_nano == children[-1].end_time_unix_nano
 
 
 def test_incidents_are_followed_until_the_job_has_ended(job: Path, receiver: Receiver) -> None:  # noqa: F811
@@ -118,19 +116,19 @@ def test_incidents_are_followed_until_the_job_has_ended(job: Path, receiver: Rec
         text=True,
     ) as command:
         assert command.stdout is not None
-        one = msgspec.structs.replace(incident(), phases=Phases(first_step=0.5))
-        _replace(path, msgspec.json.encode(one))  # before it, the incident is not complete
+        record = msgspec.structs.replace(incident(), phases=Phases(first_step=0.5))
+        _replace(path, msgspec.json.encode(record))  # until then the incident is not complete
         _keep_on(job, receiver.came)
         _replace(job / "incidents" / f"{incident(2).id}.json", msgspec.json.encode(incident(2)))
         _replace(job / "status.json", msgspec.json.encode(status(state="ended")))
-        said, _ = command.communicate(timeout=LONG_S)
-    assert (command.returncode, said.splitlines()[-1]) == (0, "2 of 2 incidents sent")
+        stdout, _ = command.communicate(timeout=LONG_S)
+    assert (command.returncode, stdout.splitlines()[-1]) == (0, "2 of 2 incidents sent")
     names = [[span.name for span in got.resource_spans[0].scope_spans[0].spans] for got in receiver.got]
     assert names == [["incident", "first_step"], ["incident"]]
 
 
 def _keep_on(job: Path, came: threading.Semaphore) -> None:  # noqa: F811
-    """Write the status of a job that goes on, as ttprun does, until the receiver got something."""
+    """Write the status of a running job, as ttprun does, until the receiver got a request."""
     for _ in range(int(LONG_S)):
         _replace(job / "status.json", msgspec.json.encode(status()))
         if came.acquire(timeout=1.0):
@@ -159,7 +157,7 @@ def test_a_collector_that_refuses(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318", "it must be a URL, such as http://collector:4318"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://[", "it must be a URL"),
@@ -169,11 +167,11 @@ def test_a_collector_that_refuses(
 def test_variables_that_make_no_sense(
     name: str,
     value: str,
-    said: str,
+    message: str,
     job: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, value)
     assert ttp.main(["otel", str(job)]) == 2
-    assert f"ttp: error: {name} is {value}: {said}" in capsys.readouterr().err
+    assert f"ttp: error: {name} is {value}: {message}" in capsys.readouterr().err

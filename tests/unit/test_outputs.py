@@ -38,9 +38,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "logs"
 
 
-class Running:
-    """An uploader in a thread, and what it has said."""
-
+class UploaderThread:
     def __init__(self, url: str, endpoint: str, *folders: str, look_s: float) -> None:
         self.lines: list[str] = []
         order = OutputSettings(url, endpoint, folders, rate=10**9, node=3)
@@ -50,7 +48,7 @@ class Running:
         self._thread.start()
 
     def content(self, name: str) -> bytes | None:
-        """Return what the store has of a file of node 3."""
+        """Return the store's content of a file of node 3."""
         stat = self._store.stat(f"outputs/node3/{name}")
         return None if stat is None else self._store.get(f"outputs/node3/{name}", stat.bytes)
 
@@ -65,28 +63,28 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: str, look_s: float = QUICK_S) -> Iterator[Running]:
-    one = Running(*arguments, look_s=look_s)
+def running(*arguments: str, look_s: float = QUICK_S) -> Iterator[UploaderThread]:
+    uploader = UploaderThread(*arguments, look_s=look_s)
     try:
-        yield one
+        yield uploader
     finally:
-        one.end()
+        uploader.end()
 
 
 def test_files_are_sent_again_when_they_change(url: str, faults: FaultProxy, logs: Path) -> None:
-    with running(url, faults.url, "logs") as one:
-        waiting.until(lambda: one.content("logs/job/agent.log") == b"begins\n", "it is sent")
+    with running(url, faults.url, "logs") as uploader:
+        waiting.until(lambda: uploader.content("logs/job/agent.log") == b"begins\n", "it is sent")
         with (logs / "job" / "agent.log").open("a") as file:
             file.write("goes on\n")
         (logs / "later").mkdir()
         (logs / "later" / "result.json").write_text("{}")
-        waiting.until(lambda: one.content("logs/later/result.json") == b"{}", "a new file is sent")
-        (line,) = one.end()
-        assert one.content("logs/job/agent.log") == b"begins\ngoes on\n"
+        waiting.until(lambda: uploader.content("logs/later/result.json") == b"{}", "a new file is sent")
+        (line,) = uploader.end()
+        assert uploader.content("logs/job/agent.log") == b"begins\ngoes on\n"
         assert line == f"[ttp] logs: 2 files (17 bytes) are in {url}/outputs/node3"
 
 
-def test_checkpoints_and_what_is_no_file_are_left_out(tmp_path: Path, logs: Path) -> None:
+def test_checkpoints_and_non_files_are_left_out(tmp_path: Path, logs: Path) -> None:
     for name in (naming.final_name(7), naming.temporary_name(7), naming.aside_name(7, 1)):
         (logs / name).mkdir()
         (logs / name / naming.MODEL_FILE).touch()
@@ -98,19 +96,19 @@ def test_checkpoints_and_what_is_no_file_are_left_out(tmp_path: Path, logs: Path
     (logs / "large").write_bytes(large)
     store = tmp_path / "store"
     store.mkdir()
-    with running(f"file://{store}", "", str(logs), "not there", look_s=waiting.LONG_S) as one:
-        refused, line = one.end()
+    with running(f"file://{store}", "", str(logs), "not there", look_s=waiting.LONG_S) as uploader:
+        refused, line = uploader.end()
     assert "a\\nb' is not sent to" in refused
     assert "an object cannot have this name" in refused
     folder = str(logs).lstrip("/")
-    assert one.names() == [f"{folder}/job/agent.log", f"{folder}/large"]
-    assert one.content(f"{folder}/large") == large
+    assert uploader.names() == [f"{folder}/job/agent.log", f"{folder}/large"]
+    assert uploader.content(f"{folder}/large") == large
     assert line.startswith(
         f"[ttp] 1 of 3 files of {logs}, not there (1 bytes) are not in file://{store}/outputs"
     )
 
 
-def test_what_the_store_has_is_not_sent_again(tmp_path: Path, logs: Path) -> None:
+def test_files_in_the_store_are_not_sent_again(tmp_path: Path, logs: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     (logs / "other").write_text("before")
@@ -128,27 +126,27 @@ def test_what_the_store_has_is_not_sent_again(tmp_path: Path, logs: Path) -> Non
 def test_a_file_that_grows_is_not_sent_without_a_pause(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pause is so long that only the end of the job sends it again."""
+    """The pause is so long that only the end of the job sends the file again."""
     monkeypatch.setattr(outputs, "_SHARE", 1e-9)
     store = tmp_path / "store"
     store.mkdir()
     (logs / "grows").write_bytes(bytes(1000))
-    with running(f"file://{store}", "", "logs") as one:
-        waiting.until(lambda: one.content("logs/grows") is not None, "it is sent")
+    with running(f"file://{store}", "", "logs") as uploader:
+        waiting.until(lambda: uploader.content("logs/grows") is not None, "it is sent")
         (logs / "grows").write_bytes(bytes(2000))
         (logs / "mark").touch()
-        waiting.until(lambda: one.content("logs/mark") is not None, "there was another look")
-        assert one.content("logs/grows") == bytes(1000)
-        one.end()
-        assert one.content("logs/grows") == bytes(2000)
+        waiting.until(lambda: uploader.content("logs/mark") is not None, "there was another look")
+        assert uploader.content("logs/grows") == bytes(1000)
+        uploader.end()
+        assert uploader.content("logs/grows") == bytes(2000)
 
 
 def test_a_store_that_refuses_is_one_line(url: str, faults: FaultProxy, logs: Path) -> None:
-    with running(url, faults.url, "logs") as one:
-        waiting.until(lambda: one.content("logs/job/agent.log"), "it is sent")
+    with running(url, faults.url, "logs") as uploader:
+        waiting.until(lambda: uploader.content("logs/job/agent.log"), "it is sent")
         faults.fault = lambda number, method, path: "403" if method == "PUT" else ""
         (logs / "job" / "agent.log").write_text("more\n")
-        refused, line = one.end()
+        refused, line = uploader.end()
     assert refused.startswith(f"[ttp] {url} does not get logs: ")
     assert refused.endswith("it is tried again")
     assert line.startswith(f"[ttp] 1 of 1 files of logs (5 bytes) are not in {url}/outputs/node3: ")
@@ -157,7 +155,7 @@ def test_a_store_that_refuses_is_one_line(url: str, faults: FaultProxy, logs: Pa
 def test_the_process_of_a_node(
     url: str, faults: FaultProxy, logs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It begins before a save folder is known, is started again, and sends what is left at the end."""
+    """It starts before a save folder is known, is restarted, and sends the rest at the end."""
     settings = dataclasses.replace(
         load({}).of(StoreSettings), store=url, store_endpoint=faults.url, store_also=("logs",)
     )
@@ -191,7 +189,7 @@ def test_a_setting_of_a_store_without_a_store(variable: str, value: str) -> None
     hooks.require_writable(load({}).of(StoreSettings))
 
 
-def test_settings_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store_also=("logs",))
     with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):
         hooks.require_writable(settings)

@@ -1,4 +1,4 @@
-"""What nodes have of a checkpoint on disks of their own is not lost and not mixed, however it came there."""
+"""Checkpoints on the nodes' own disks are neither lost nor mixed, whatever their history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.test_own_disks import (
 
 
 def _same_second(places: list[Path], step: int) -> None:
-    """Let the manifests of all nodes have the same time, as on file systems that know full seconds."""
+    """Set the manifests of all nodes to the same time, as on file systems with a resolution of seconds."""
     for place in places:
         path = place / "save" / naming.final_name(step) / naming.MANIFEST
         os.utime(path, ns=(10**18, 10**18))
@@ -44,18 +44,18 @@ def test_nodes_that_have_named_a_save_in_the_same_second(tmp_path: Path) -> None
     for step in (OLDER, NEWER):
         _same_second(places, step)
     (roots[1] / naming.final_name(NEWER) / FOLDERS[1] / naming.MODEL_FILE).unlink()
-    refused, said = resume(tmp_path, places)
+    refused, output = resume(tmp_path, places)
     assert refused == [["", ""]]
-    assert said.endswith(f"the newest that is intact on every node is step {OLDER}")
+    assert output.endswith(f"the newest that is intact on every node is step {OLDER}")
     assert [tracker.tracked_step(root) for root in roots] == [OLDER, OLDER]
     assert all((root / naming.aside_name(NEWER, 1)).is_dir() for root in roots)
 
 
-@pytest.mark.parametrize("known", ["20", "", "release"])
-def test_disks_with_the_very_same_copy(tmp_path: Path, known: str) -> None:
-    """Step 10 was copied with its times, so nobody can tell the disks apart. Node 1 has a step 20 as well.
+@pytest.mark.parametrize("tracker_text", ["20", "", "release"])
+def test_disks_with_the_very_same_copy(tmp_path: Path, tracker_text: str) -> None:
+    """Step 10 was copied with its times, so the disks look alike. Node 1 also has a step 20.
 
-    The framework takes the largest number that any rank reads: it would load a step 20 that nobody has
+    The framework takes the largest step that any rank reads: it would load a step 20 that was never
     compared.
     """
     places = [tmp_path / "node0", tmp_path / "node1"]
@@ -65,40 +65,40 @@ def test_disks_with_the_very_same_copy(tmp_path: Path, known: str) -> None:
     shutil.copytree(places[0], places[1])
     save([place / "save" for place in places], NEWER, SECOND)
     (places[0] / "save" / naming.TRACKER).write_text(str(OLDER))
-    (places[1] / "save" / naming.TRACKER).write_text(known)
-    refused, said = resume(tmp_path, places)
+    (places[1] / "save" / naming.TRACKER).write_text(tracker_text)
+    refused, output = resume(tmp_path, places)
     assert refused == [["", ""]]
     assert [tracker.tracked_step(place / "save") for place in places] == [OLDER, OLDER]
-    later = (
+    later_line = (
         f"[ttp] save/{naming.TRACKER} says {OLDER}: training goes on from step {OLDER}, not from step 20,"
         " which is saved beside it; write 20 into the file to go on from there"
     )
     moved = f"[ttp] node 1: save/{naming.TRACKER} named step 20, and names step {OLDER} now, as on node 0"
-    assert said.splitlines() == ([later, moved] if known == "20" else [later])
-    (places[1] / "save" / naming.TRACKER).write_text(known)
-    before = [content(place) for place in places]
-    ((why, other),) = resume(tmp_path, places, ["elsewhere"], load="save")[0]
-    assert why == other
-    assert why.startswith(
-        f"node 1: save/{naming.TRACKER}: names {'step 20' if known == '20' else 'no step'}, "
+    assert output.splitlines() == ([later_line, moved] if tracker_text == "20" else [later_line])
+    (places[1] / "save" / naming.TRACKER).write_text(tracker_text)
+    contents_before = [content(place) for place in places]
+    ((reason, other_reason),) = resume(tmp_path, places, ["elsewhere"], load="save")[0]
+    assert reason == other_reason
+    assert reason.startswith(
+        f"node 1: save/{naming.TRACKER}: names {'step 20' if tracker_text == '20' else 'no step'}, "
     )
-    assert why.endswith("let all name the same step, or choose one with --ckpt-step")
-    assert [content(place) for place in places] == before
+    assert reason.endswith("let all name the same step, or choose one with --ckpt-step")
+    assert [content(place) for place in places] == contents_before
 
 
 @pytest.mark.parametrize("texts", [("release", None), (None, "release"), ("release", "10")])
 def test_a_release_that_not_every_node_has(tmp_path: Path, texts: tuple[str | None, str | None]) -> None:
-    """Some ranks would begin from it, and others anew."""
+    """Some ranks would start from the release, others from scratch."""
     places = [tmp_path / "node0", tmp_path / "node1"]
     for place, text in zip(places, texts, strict=True):
         (place / "save").mkdir(parents=True)
         if text:
             (place / "save" / naming.TRACKER).write_text(text)
-    words = {"release": "a release", "10": "step 10", None: "no checkpoint"}
-    ((why, other),) = resume(tmp_path, places)[0]
-    assert why == other
-    assert why.startswith(
-        f"save: node 0 has {words[texts[0]]}, node 1 has {words[texts[1]]}; the nodes do not"
+    tracker_names = {"release": "a release", "10": "step 10", None: "no checkpoint"}
+    ((reason, other_reason),) = resume(tmp_path, places)[0]
+    assert reason == other_reason
+    assert reason.startswith(
+        f"save: node 0 has {tracker_names[texts[0]]}, node 1 has {tracker_names[texts[1]]}; the nodes do not"
     )
 
 
@@ -111,16 +111,16 @@ def test_a_release_that_every_node_has(tmp_path: Path) -> None:
 
 
 def test_a_save_is_completed_beside_another_save_of_its_step(tmp_path: Path) -> None:
-    """Step 20 was saved, all went back, and saved it anew; the job ended before node 1 had named it."""
+    """Step 20 was saved, all went back and saved it anew; the job ended before node 1 renamed it."""
     places = disks(tmp_path, 2)
     roots = [place / "save" for place in places]
     save(roots, NEWER, SECOND)
     for node, root in enumerate(roots):
         write(root, node, NEWER, THIRD)
     name(roots[0], 0, NEWER, THIRD)
-    refused, said = resume(tmp_path, places)
+    refused, output = resume(tmp_path, places)
     assert refused == [["", ""]]
-    assert said == (
+    assert output == (
         f"[ttp] node 1: save/{naming.final_name(NEWER)}: the end of the job had cut its save short when all"
         " was written; it is complete now"
     )
@@ -131,7 +131,7 @@ def test_a_save_is_completed_beside_another_save_of_its_step(tmp_path: Path) -> 
 def test_a_save_is_not_made_of_another_folder_than_was_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client of a shared folder shows a save under its old name, where now lies what it has replaced."""
+    """A client of a shared folder shows a save under its old name, which now holds the replaced version."""
     root = tmp_path / "save"
     saving = write(root, 1, NEWER, SECOND)
     older = write(tmp_path / "other", 1, NEWER, FIRST)
@@ -176,7 +176,7 @@ if os.environ["GROUP_RANK"] == "1":
     "the start is refused in a line, and nothing of the save is removed",
 )
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("trouble", "message"),
     [
         ("full", "was written, and cannot get its name now: "),
         ("note", "was written, and cannot get its name now: "),
@@ -184,7 +184,7 @@ if os.environ["GROUP_RANK"] == "1":
     ],
 )
 def test_a_disk_in_trouble_does_not_take_the_newest_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, message: str
 ) -> None:
     places = disks(tmp_path, 2)
     roots = [place / "save" for place in places]
@@ -204,11 +204,11 @@ def test_a_disk_in_trouble_does_not_take_the_newest_save(
     monkeypatch.setenv("TROUBLE", trouble)
     monkeypatch.setenv("SETUP", str(site / "trouble.py"))
     content_before = content(places[0])
-    ((why, other),) = resume(tmp_path, places)[0]
-    assert why == other
-    assert words in why
-    assert "node 1" in why or "rank 1" in why
-    assert "it may be intact, so nothing was changed: start again" in why
+    ((reason, other_reason),) = resume(tmp_path, places)[0]
+    assert reason == other_reason
+    assert message in reason
+    assert "node 1" in reason or "rank 1" in reason
+    assert "it may be intact, so nothing was changed: start again" in reason
     assert content(places[0]) == content_before
     monkeypatch.delenv("SETUP")
     assert resume(tmp_path, places)[0] == [["", ""]]
@@ -217,43 +217,43 @@ def test_a_disk_in_trouble_does_not_take_the_newest_save(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another-save"])
+@pytest.mark.parametrize("old_save_exists", [False, True], ids=["alone", "beside-another-save"])
 def test_wherever_a_start_ends_that_completes_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, exchanges: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_save_exists: bool, exchanges: bool
 ) -> None:
-    """It ends before each operation on the disk of node 1; the next start completes it."""
+    """The start ends before each operation on node 1's disk; the next start completes the save."""
     places = disks(tmp_path, 2)
     roots = [place / "save" for place in places]
-    if beside:
+    if old_save_exists:
         save(roots, NEWER, SECOND)
     for node, root in enumerate(roots):
         write(root, node, NEWER, THIRD)
     name(roots[0], 0, NEWER, THIRD)
     if not exchanges:
-        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda first, other_reason: False)
     cases = []
     for call in itertools.count(1):
-        here = f"{call:03d}"
+        case_name = f"{call:03d}"
         for place in places:
-            shutil.copytree(place / "save", place / here)
+            shutil.copytree(place / "save", place / case_name)
         try:
             with crash_before(call):
-                assert resume_selection.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
+                assert resume_selection.complete(places[1] / case_name, naming.final_name(NEWER), THIRD) == ""
             break
         except Crash:
-            cases.append(here)
+            cases.append(case_name)
     assert len(cases) > 8
     refused, _ = resume(tmp_path, places, cases)
     assert refused == [["", ""]] * len(cases)
-    for here in cases:
+    for case_name in cases:
         for node, place in enumerate(places):
-            assert tracker.tracked_step(place / here) == NEWER, here
-            assert is_whole(place / here, node, NEWER, THIRD), here
-            names = [path.name for path in (place / here).iterdir()]
-            assert not any(map(naming.is_temporary, names)), (here, names)
+            assert tracker.tracked_step(place / case_name) == NEWER, case_name
+            assert is_whole(place / case_name, node, NEWER, THIRD), case_name
+            names = [path.name for path in (place / case_name).iterdir()]
+            assert not any(map(naming.is_temporary, names)), (case_name, names)
 
 
-# Rank 1 brings the save to disk when rank 2 has found that it is at work; two FIFOs let them meet.
+# Rank 1 completes the save once rank 2 has seen it at work; two FIFOs synchronise them.
 MEET = """
 import os, sys
 from adaptor.checkpoint import resume_selection
@@ -294,7 +294,7 @@ if rank == "2":
 def test_ranks_that_share_another_disk_than_node_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, is_noted: bool
 ) -> None:
-    """What is to be done on that disk is done once, though both find it; the other one sees it done."""
+    """Both find the work on that disk, one of them does it, and the other sees it done."""
     places = [tmp_path / "node0", tmp_path / "shared", tmp_path / "shared"]
     roots = [place / "save" for place in places]
     for step, generation in ((OLDER, FIRST), (NEWER, SECOND)):
@@ -309,16 +309,16 @@ def test_ranks_that_share_another_disk_than_node_0(
     (tmp_path / "meet.py").write_text(MEET)
     monkeypatch.setenv("SETUP", str(tmp_path / "meet.py"))
     monkeypatch.setenv("LAST_NODE", str(nodes - 1))
-    refused, said = resume(tmp_path, places)
+    refused, output = resume(tmp_path, places)
     assert refused == [["", "", ""]]
-    assert len(said.splitlines()) == 1
+    assert len(output.splitlines()) == 1
     step, generation = (NEWER, SECOND) if is_noted else (OLDER, FIRST)
     for node, root in enumerate(roots):
         assert tracker.tracked_step(root) == step
         assert is_whole(root, node, step, generation)
         assert not any(naming.is_temporary(path.name) for path in root.iterdir())
     if not is_noted:
-        assert f"(node{'s 1, 2' if nodes == 3 else ' 1'}: save/{naming.final_name(NEWER)}: missing)" in said
+        assert f"(node{'s 1, 2' if nodes == 3 else ' 1'}: save/{naming.final_name(NEWER)}: missing)" in output
 
 
 CHOSEN = """
@@ -332,7 +332,7 @@ if sys.argv[2] == "1":
 def test_a_rank_that_does_not_know_yet_that_it_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a tracker of its own it has --ckpt-step still, which is not for a restart: rank 0 decides."""
+    """Without a tracker it still has --ckpt-step, which does not apply to a restart: rank 0 decides."""
     places = disks(tmp_path, 2)
     (places[1] / "save" / naming.TRACKER).unlink()
     (tmp_path / "chosen.py").write_text(CHOSEN)

@@ -1,4 +1,4 @@
-"""What a step and a phase may take, where a process has no measure of its own."""
+"""Limits for a step and a phase of a process without its own measurements."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ FLOOR_S = 10.0
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
-
     now = 0.0
 
     def monotonic(self) -> float:
@@ -29,9 +27,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(pace_module, "time", made)
-    return made
+    test_clock = Clock()
+    monkeypatch.setattr(pace_module, "time", test_clock)
+    return test_clock
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_a_wait_for_another_rank_is_no_computation(memory: BoardMemory, clock: C
         pace.begin_step(number)
         for _ in range(2):
             pace.compute(lambda: forward(0.5, 3.0))
-        clock.now += 4.0  # in the reduction of gradients
+        clock.now += 4.0  # in the gradient reduction
         pace.end_step()
         assert memory.compute_times() == ({} if number <= UNUSUAL else {1: (1.0, 0.0)})
     memory.reset(1)
@@ -95,13 +93,13 @@ def phase(pace: Pace, clock: Clock, seconds: float) -> None:
 
 
 def noticed_after(memory: BoardMemory) -> float:
-    """After how many seconds a rank that stands still is reported, when the other one waits for it."""
+    """Return the seconds until a rank that stands still is reported while the other rank waits for it."""
     watch = HangDetector(0, FLOOR_S)
     boards = [memory.read(0), memory.read(1)]
-    for now in range(2000):
-        said = watch.look(boards, float(now))
-        if isinstance(said, NodeStalled) and hang([said]):
-            return float(now)
+    for second in range(2000):
+        report = watch.look(boards, float(second))
+        if isinstance(report, NodeStalled) and hang([report]):
+            return float(second)
     return float("inf")
 
 
@@ -118,7 +116,7 @@ def test_a_new_process_that_hangs_in_its_first_step_is_noticed_as_soon_as_any(
     _, new = rank(memory, 1)
     new.take_over(twin.measures())
     new.begin_step(5)
-    assert noticed_after(memory) == 60.0  # three times what the first steps of the other one took
+    assert noticed_after(memory) == 60.0  # three times the first steps of the other rank
     for number in range(5, 5 + UNUSUAL):
         new.end_step()
         new.begin_step(number + 1)
@@ -126,7 +124,7 @@ def test_a_new_process_that_hangs_in_its_first_step_is_noticed_as_soon_as_any(
 
 
 def test_a_new_process_that_hangs_in_an_evaluation_is_noticed(memory: BoardMemory, clock: Clock) -> None:
-    """One of its kind has ended in the process that it gets its state from."""
+    """The process that provides its state has finished such a phase."""
     _, twin = rank(memory, 0)
     for number in range(1, 4):
         step(twin, clock, number, 1.0)
@@ -146,14 +144,14 @@ def test_the_first_phase_of_a_kind_whose_duration_is_known_has_a_limit(
 ) -> None:
     for number in range(2):
         _, pace = rank(memory, number)
-        for done in range(1, 4):
-            step(pace, clock, done, 1.0)
+        for finished_step in range(1, 4):
+            step(pace, clock, finished_step, 1.0)
         pace.begin_phase("go_back", usual_s=0.001)
     assert noticed_after(memory) == PHASE_FACTOR * FLOOR_S
 
 
-def test_what_was_not_measured_is_not_passed_on(memory: BoardMemory, clock: Clock) -> None:
-    """A process that has made one step knows nothing of the second one, in which more may be compiled."""
+def test_missing_measurements_are_not_passed_on(memory: BoardMemory, clock: Clock) -> None:
+    """A process after its first step has not measured the second, which may compile more."""
     _, twin = rank(memory, 0)
     step(twin, clock, 1, 1.0)
     board, new = rank(memory, 1)
@@ -161,7 +159,7 @@ def test_what_was_not_measured_is_not_passed_on(memory: BoardMemory, clock: Cloc
     assert board.slowest == 0.0
 
 
-def test_measures_are_passed_on_and_on(memory: BoardMemory, clock: Clock) -> None:
+def test_measurements_are_passed_on_again(memory: BoardMemory, clock: Clock) -> None:
     _, twin = rank(memory, 0)
     for number, seconds in enumerate([20.0, 8.0, 1.0], start=1):
         step(twin, clock, number, seconds)
@@ -180,11 +178,11 @@ def test_a_phase_that_an_exception_has_left_is_no_measure(memory: BoardMemory, c
     assert board.usual == 3.0
 
 
-def test_each_second_of_a_phase_is_told_once(memory: BoardMemory, clock: Clock) -> None:
-    """What the lowest rank does besides steps; a phase that is in another one is not in that."""
+def test_each_second_of_a_phase_is_reported_once(memory: BoardMemory, clock: Clock) -> None:
+    """The lowest rank reports its work besides steps; a nested phase counts only for itself."""
     _, pace = rank(memory, 0)
-    _, other = rank(memory, 1)
-    phase(other, clock, 1000.0)
+    _, other_pace = rank(memory, 1)
+    phase(other_pace, clock, 1000.0)
     pace.begin_phase("evaluation")
     clock.now += 1.0
     pace.begin_phase("save")
@@ -207,8 +205,8 @@ def test_each_second_of_a_phase_is_told_once(memory: BoardMemory, clock: Clock) 
     }
 
 
-def test_a_phase_that_a_fault_has_cut_off_is_not_told(memory: BoardMemory, clock: Clock) -> None:
-    """It waited for a rank that is gone: that is the time of an incident."""
+def test_a_phase_cut_off_by_a_fault_is_not_reported(memory: BoardMemory, clock: Clock) -> None:
+    """It waited for a lost rank: its time belongs to the incident."""
     _, pace = rank(memory, 0)
     pace.begin_phase("evaluation")
     clock.now += 60.0
@@ -216,8 +214,8 @@ def test_a_phase_that_a_fault_has_cut_off_is_not_told(memory: BoardMemory, clock
     assert sum(memory.spent()) == 0.0
 
 
-def test_waiting_for_data_is_told_but_in_a_phase(memory: BoardMemory, clock: Clock) -> None:
-    """An evaluation that waits for its data takes the longer."""
+def test_waits_for_data_are_reported_outside_of_phases(memory: BoardMemory, clock: Clock) -> None:
+    """In an evaluation the wait for data counts as evaluation."""
 
     def read() -> str:
         clock.now += 3.0
@@ -232,8 +230,8 @@ def test_waiting_for_data_is_told_but_in_a_phase(memory: BoardMemory, clock: Clo
     assert (spent["data"], spent["evaluation"]) == (3.0, 3.0)
 
 
-def test_finished_steps_are_told_without_what_is_told_otherwise(memory: BoardMemory, clock: Clock) -> None:
-    """A step that is left before its end is not."""
+def test_reported_step_times_exclude_other_reported_times(memory: BoardMemory, clock: Clock) -> None:
+    """An unfinished step is not reported."""
 
     def read() -> None:
         clock.now += 3.0
@@ -253,7 +251,7 @@ def test_finished_steps_are_told_without_what_is_told_otherwise(memory: BoardMem
     assert (spent["steps"], spent["data"], sum(spent.values())) == (2.0, 6.0, 13.0)
 
 
-def test_a_new_process_begins_to_tell_at_nothing(memory: BoardMemory, clock: Clock) -> None:
+def test_a_new_process_starts_its_report_at_zero(memory: BoardMemory, clock: Clock) -> None:
     _, pace = rank(memory, 0)
     phase(pace, clock, 5.0)
     memory.reset(0)

@@ -30,44 +30,46 @@ EVENTS = [
 
 
 @dataclass
-class Shown:
-    """A page in the browser: what it asked for, and what its console said."""
+class BrowserPage:
+    """A page in the browser, with its requests and console messages."""
 
     page: Any
-    asked: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser.chromium(tmp_path_factory.mktemp("profile")) as made:
-        yield made
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as browser_context:
+        yield browser_context
 
 
 @pytest.fixture
-def shown(context: Any) -> Iterator[Shown]:
-    one = Shown(context.new_page())
-    one.page.on("request", lambda request: one.asked.append(request.url))
-    one.page.on("console", lambda message: one.said.append(message.text))
-    one.page.on("pageerror", lambda error: one.said.append(str(error)))
-    yield one
-    one.page.close()
+def browser_page(context: Any) -> Iterator[BrowserPage]:
+    opened = BrowserPage(context.new_page())
+    opened.page.on("request", lambda request: opened.requests.append(request.url))
+    opened.page.on("console", lambda message: opened.messages.append(message.text))
+    opened.page.on("pageerror", lambda error: opened.messages.append(str(error)))
+    yield opened
+    opened.page.close()
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """A job with an incident of 12 ranks, long words and stacks."""
-    one = incident()
-    one.cause = msgspec.structs.replace(one.cause, kind="hang")
-    one.reason = f"nothing has moved for 8 s: rank 1 {'stands_still.' * 20}; step 8 is saved"
-    one.phases = Phases(detect=8, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5)
-    one.silent = [3]
-    one.events = [
+    record = incident()
+    record.cause = msgspec.structs.replace(record.cause, kind="hang")
+    record.reason = f"nothing has moved for 8 s: rank 1 {'stands_still.' * 20}; step 8 is saved"
+    record.phases = Phases(
+        detect=8, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5
+    )
+    record.silent = [3]
+    record.events = [
         msgspec.structs.replace(event, rank=rank, node=0, data={"detail": "x" * 300})
         for rank in range(12)
         for event in EVENTS
     ] + EVENTS
-    job = write(tmp_path, one)
+    job = write(tmp_path, record)
     stacks = tmp_path / "stacks-1234" / "rank1.txt"
     stacks.parent.mkdir()
     stacks.write_text("Thread 1 (main): " + "f < " * 500)
@@ -75,56 +77,59 @@ def job(tmp_path: Path) -> Path:
     return job
 
 
-def test_a_page_in_both_schemes_and_widths(shown: Shown, job: Path, tmp_path: Path) -> None:
+def test_a_page_in_both_schemes_and_widths(browser_page: BrowserPage, job: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(html_of(job))
     for scheme in browser.SCHEMES:
         for width in browser.WIDTHS:
-            shown.page.emulate_media(color_scheme=scheme)
-            shown.page.set_viewport_size({"width": width, "height": 900})
-            shown.page.goto(file.as_uri())
-            for summary in shown.page.locator("summary").all():
+            browser_page.page.emulate_media(color_scheme=scheme)
+            browser_page.page.set_viewport_size({"width": width, "height": 900})
+            browser_page.page.goto(file.as_uri())
+            for summary in browser_page.page.locator("summary").all():
                 summary.click()
-            assert shown.page.evaluate("document.documentElement.scrollWidth") == width, (scheme, width)
-            lost = shown.page.locator(".incidents .number").bounding_box()
+            assert browser_page.page.evaluate("document.documentElement.scrollWidth") == width, (
+                scheme,
+                width,
+            )
+            lost = browser_page.page.locator(".incidents .number").bounding_box()
             assert lost["x"] + lost["width"] <= width, "steps lost are shown without scrolling"
             if (scheme, width) in (("light", 1280), ("dark", 390)):  # axe takes seconds
-                assert browser.violations(shown.page) == [], (scheme, width)
-    assert (set(shown.asked), shown.said) == ({file.as_uri()}, [])
-    assert "Thread 1 (main)" in shown.page.locator("details pre").inner_text()
+                assert browser.violations(browser_page.page) == [], (scheme, width)
+    assert (set(browser_page.requests), browser_page.messages) == ({file.as_uri()}, [])
+    assert "Thread 1 (main)" in browser_page.page.locator("details pre").inner_text()
 
 
-def test_axe_finds_what_is_wrong(shown: Shown, job: Path, tmp_path: Path) -> None:
-    """So an empty list of findings means something."""
+def test_axe_finds_what_is_wrong(browser_page: BrowserPage, job: Path, tmp_path: Path) -> None:
+    """Show that an empty list of findings means something."""
     file = tmp_path / "report.html"
     file.write_text(html_of(job).replace('<html lang="en">', "<html>"))
-    shown.page.goto(file.as_uri())
-    assert [line for line in browser.violations(shown.page) if line.startswith("html-has-lang")]
+    browser_page.page.goto(file.as_uri())
+    assert [line for line in browser.violations(browser_page.page) if line.startswith("html-has-lang")]
 
 
-def test_events_are_filtered(shown: Shown, job: Path, tmp_path: Path) -> None:
+def test_events_are_filtered(browser_page: BrowserPage, job: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(html_of(job))
-    shown.page.goto(file.as_uri())
-    shown.page.locator("summary", has_text="events").click()
-    rows = shown.page.locator(".events tbody tr:visible")
+    browser_page.page.goto(file.as_uri())
+    browser_page.page.locator("summary", has_text="events").click()
+    rows = browser_page.page.locator(".events tbody tr:visible")
     assert rows.count() == 13 * len(EVENTS)
-    shown.page.get_by_label("Where").select_option("rank 1")
+    browser_page.page.get_by_label("Where").select_option("rank 1")
     assert rows.count() == len(EVENTS)
-    shown.page.get_by_label("What").select_option("written")
+    browser_page.page.get_by_label("What").select_option("written")
     assert rows.count() == 1
-    assert shown.page.locator(".events output").inner_text() == f"1 of {13 * len(EVENTS)} events"
-    shown.page.get_by_label("Text").fill("no such words")
+    assert browser_page.page.locator(".events output").inner_text() == f"1 of {13 * len(EVENTS)} events"
+    browser_page.page.get_by_label("Text").fill("no such words")
     assert rows.count() == 0
-    # What is folded and filtered is on paper as it is on the screen; the fields are not.
-    shown.page.emulate_media(media="print")
-    assert not shown.page.get_by_label("Where").is_visible()
+    # Folds and filters print as on the screen; the input fields are not printed.
+    browser_page.page.emulate_media(media="print")
+    assert not browser_page.page.get_by_label("Where").is_visible()
 
 
 def test_the_live_page_takes_what_is_new(
-    shown: Shown, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    browser_page: BrowserPage, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state changes; the filter of an incident whose file has not changed stays as it is."""
+    """The state changes; the filter of an incident with an unchanged file stays."""
     monkeypatch.setattr(serve, "_REFRESH_S", 1)
     address = HostPort("127.0.0.1", 0)
     listening = access.listen(address)
@@ -133,21 +138,21 @@ def test_the_live_page_takes_what_is_new(
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
-            shown.page.goto(f"{origin}/")
-            shown.page.locator("summary", has_text="events").click()
-            shown.page.get_by_label("What").select_option("written")
+            browser_page.page.goto(f"{origin}/")
+            browser_page.page.locator("summary", has_text="events").click()
+            browser_page.page.get_by_label("What").select_option("written")
             (job / "status.json").write_bytes(msgspec.json.encode(status(state="restarting")))
             second = incident(2)
             second.began = utc(BEGAN + 60)
             (job / "incidents" / "2.json").write_bytes(msgspec.json.encode(second))
-            shown.page.locator(".pill", has_text="restarting").wait_for(timeout=120_000)
-            shown.page.locator("#sections > section").nth(1).wait_for(timeout=120_000)
-            first = shown.page.locator("#sections > section").nth(1)
+            browser_page.page.locator(".pill", has_text="restarting").wait_for(timeout=120_000)
+            browser_page.page.locator("#sections > section").nth(1).wait_for(timeout=120_000)
+            first = browser_page.page.locator("#sections > section").nth(1)
             assert first.locator(".events tbody tr:visible").count() == 13
-            assert shown.page.title() == f"{JOB}: restarting", "no script is known"
+            assert browser_page.page.title() == f"{JOB}: restarting", "no script is known"
         finally:
             server.shutdown()
             thread.join()
-    shown.page.locator("#late", has_text="This page is old").wait_for(timeout=120_000)
-    assert {re.sub(r"/#.*", "/", url) for url in shown.asked} == {f"{origin}/"}
-    assert [line for line in shown.said if "ERR_CONNECTION_REFUSED" not in line] == []
+    browser_page.page.locator("#late", has_text="This page is old").wait_for(timeout=120_000)
+    assert {re.sub(r"/#.*", "/", url) for url in browser_page.requests} == {f"{origin}/"}
+    assert [line for line in browser_page.messages if "ERR_CONNECTION_REFUSED" not in line] == []

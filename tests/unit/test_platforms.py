@@ -1,4 +1,4 @@
-"""What platforms tell: environments and files in, a layout or one clear line out."""
+"""Platforms: from environments and files to a layout or one clear line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OPENMPI = {
 
 
 class Clock:
-    """Time that passes by pauses alone; `at` runs something when its time has come."""
+    """A clock that advances by pauses alone; `at` runs a function at its time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -108,7 +108,7 @@ def fill(
     on: Machine | None = None,
     monkeypatch: pytest.MonkeyPatch | None = None,
 ) -> tuple[argparse.Namespace, detect.Filled | None]:
-    if monkeypatch is not None:  # torch's parser reads PET_* there
+    if monkeypatch is not None:  # torch's parser reads PET_* from the environment
         for name in environ:
             monkeypatch.setenv(name, environ[name])
     argv = [*arguments, "script.py"]
@@ -117,7 +117,7 @@ def fill(
 
 
 def layout(parsed: argparse.Namespace) -> tuple[str, int, str, str, int]:
-    # None is torch's default, which it makes 29500 later.
+    # None is torch's default, later 29500.
     port = parsed.master_port or 29500
     return (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node, parsed.master_addr, port)
 
@@ -213,7 +213,7 @@ def test_variables_of_torchrun_come_before_a_platform(monkeypatch: pytest.Monkey
 
 
 def test_a_spare_node_has_no_number() -> None:
-    """Its number among the tasks of a Slurm step is that of no node."""
+    """Its number among the tasks of a Slurm step is no node's number."""
     argv = ["--nnodes", "2", "script.py"]
     parsed = flags.parse(argv)
     parsed.ttp_spare = True
@@ -247,7 +247,7 @@ def test_kubeflow_needs_no_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "message"),
     [
         (
             {**SLURM, **OPENMPI, "OMPI_COMM_WORLD_SIZE": "3"},
@@ -272,15 +272,15 @@ def test_kubeflow_needs_no_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["nodes", "rank", "PET nodes", "PET rank"],
 )
-def test_two_that_contradict_each_other(
-    environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+def test_contradicting_platforms_are_refused(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         fill(environ, monkeypatch=monkeypatch)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_two_that_agree_are_joined_and_one_can_be_named() -> None:
+def test_agreeing_platforms_are_joined_and_can_be_selected() -> None:
     parsed, read = fill({**SLURM, **OPENMPI})
     assert layout(parsed) == ("2", 1, "4", "n09", 29500)
     assert read is not None
@@ -382,23 +382,23 @@ BAD = {
     "a platform's variables: missing, no numbers, counts that disagree, hosts twice, several tasks on a node",
     "refused in one line, which names the variable and what else to give",
 )
-@pytest.mark.parametrize(("environ", "words"), BAD.values(), ids=BAD.keys())
-def test_what_makes_no_sense_is_one_line(environ: dict[str, str], words: str) -> None:
+@pytest.mark.parametrize(("environ", "message"), BAD.values(), ids=BAD.keys())
+def test_invalid_variables_are_one_line(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         fill(environ)
     line = str(refused.value)
-    assert words in line
+    assert message in line
     assert len(line.splitlines()) == 1
     assert line.endswith("--ttp-platform none and torchrun's flags")
 
 
-def test_a_platform_that_is_named_and_not_there() -> None:
+def test_a_named_platform_must_be_present() -> None:
     with pytest.raises(ConfigError, match=r"^Slurm: SLURM_NNODES is not set; else give --ttp-platform none"):
         fill({}, platform="slurm")
 
 
 def test_a_host_that_does_not_resolve() -> None:
-    """Slurm's nodes have their names from the start; a pod's name comes when it runs."""
+    """Slurm's nodes resolve from the start; a pod's name resolves once the pod runs."""
     with pytest.raises(ConfigError, match=r"no address: the address of n09 .* does not resolve"):
         fill(SLURM, on=machine(unknown=("n09",)))
     clock = Clock()
@@ -416,7 +416,7 @@ def test_a_host_that_does_not_resolve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "hosts"),
+    ("listed", "hosts"),
     [
         ("n1", "n1"),
         ("n[1-3]", "n1 n2 n3"),
@@ -431,13 +431,13 @@ def test_a_host_that_does_not_resolve() -> None:
         ("[1-2]", "1 2"),
     ],
 )
-def test_lists_of_hosts(said: str, hosts: str) -> None:
-    """As `scontrol show hostnames` of Slurm 22.05 expands them, except for the order of three dimensions."""
-    assert schedulers.expand_host_list(said, "LIST") == hosts.split()
+def test_lists_of_hosts(listed: str, hosts: str) -> None:
+    """`scontrol show hostnames` of Slurm 22.05 gives the same, except for the order of three dimensions."""
+    assert schedulers.expand_host_list(listed, "LIST") == hosts.split()
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("listed", "message"),
     [
         ("n[1-2", "a bracket has no other half"),
         ("n1-2]", "a bracket has no other half"),
@@ -453,16 +453,16 @@ def test_lists_of_hosts(said: str, hosts: str) -> None:
         ("n[0-999]r[0-999]", "these are more than 65536 hosts"),
     ],
 )
-def test_what_is_no_list_of_hosts(said: str, words: str) -> None:
+def test_invalid_lists_of_hosts_are_refused(listed: str, message: str) -> None:
     with pytest.raises(PlatformError, match=r"^LIST is ") as refused:
-        schedulers.expand_host_list(said, "LIST")
-    assert words in str(refused.value)
+        schedulers.expand_host_list(listed, "LIST")
+    assert message in str(refused.value)
 
 
 @given(st.text(st.sampled_from("n[]-,0129x \n")))
-def test_any_text_is_a_list_of_hosts_or_refused(said: str) -> None:
+def test_any_text_is_a_list_of_hosts_or_refused(listed: str) -> None:
     try:
-        hosts = schedulers.expand_host_list(said, "LIST")
+        hosts = schedulers.expand_host_list(listed, "LIST")
     except PlatformError:
         return
     assert hosts
@@ -479,14 +479,14 @@ def server(address: str, *ranks: int) -> dict[str, Any]:
     return {"server_id": address, "container_ip": address, "host_ip": "10.1.1.1", "device": cards}
 
 
-def servers(*each: dict[str, Any], **more: object) -> dict[str, Any]:
+def servers(*nodes: dict[str, Any], **fields: object) -> dict[str, Any]:
     base = {
         "status": "completed",
         "version": "1.0",
-        "server_count": str(len(each)),
-        "server_list": list(each),
+        "server_count": str(len(nodes)),
+        "server_list": list(nodes),
     }
-    return {**base, **more}
+    return {**base, **fields}
 
 
 TWO = servers(server("10.0.0.1", 0, 1), server("10.0.0.2", 2, 3))
@@ -523,9 +523,9 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "hccl.json"
 
 
-def with_table(table: Path, content: object, **more: str) -> dict[str, str]:
+def with_table(table: Path, content: object, **variables: str) -> dict[str, str]:
     table.write_text(json.dumps(content))
-    return {"RANK_TABLE_FILE": str(table), **more}
+    return {"RANK_TABLE_FILE": str(table), **variables}
 
 
 @pytest.mark.parametrize("content", [TWO, IN_A_SUPER_POD, GROUPS], ids=["1.0", "1.2", "group_list"])
@@ -538,11 +538,14 @@ def test_the_own_node_by_its_address(content: object, table: Path) -> None:
 
 
 def test_containers_have_their_ranks_by_the_numbers_of_their_names(table: Path) -> None:
-    """As ModelArts' own davincirun sorts them, whatever the order of the list: 10 comes behind 2."""
+    """ModelArts' davincirun sorts so, whatever the order of the list: 10 comes after 2."""
     content = json.loads(json.dumps(GROUPS))
     (group,) = content["group_list"]
-    (one, two) = group["instance_list"]
-    group["instance_list"] = [one | {"pod_name": "job-worker-10"}, two | {"pod_name": "job-worker-2"}]
+    (first_pod, second_pod) = group["instance_list"]
+    group["instance_list"] = [
+        first_pod | {"pod_name": "job-worker-10"},
+        second_pod | {"pod_name": "job-worker-2"},
+    ]
     parsed, _ = fill(with_table(table, content), on=machine(owns=("10.0.0.1",)))
     assert layout(parsed) == ("2", 1, "2", "10.0.0.2", 29500)
     for instance in group["instance_list"]:
@@ -581,7 +584,7 @@ def test_servers_in_the_order_of_their_ranks(table: Path) -> None:
 
 
 def test_a_table_beside_another_platform(table: Path) -> None:
-    """ModelArts tells the number of a node, a table of version 2.0 does not."""
+    """ModelArts gives the number of a node, a table of version 2.0 does not."""
     environ = {**with_table(table, OF_CARDS), **MODELARTS, "MA_NUM_GPUS": "2"}
     parsed, _ = fill(environ)
     assert layout(parsed) == ("2", 1, "2", "job-worker-0.job", 29500)
@@ -594,7 +597,7 @@ def test_a_table_beside_another_platform(table: Path) -> None:
 def test_a_table_that_is_completed_later(table: Path) -> None:
     clock = Clock()
     environ = with_table(table, {"status": "initializing"})
-    # The writer empties the file first, and what it writes comes in parts.
+    # The writer truncates the file first, then writes in parts.
     clock.at = {
         20: lambda: table.write_text(""),
         21: lambda: table.write_text(json.dumps(TWO)[:40]),
@@ -668,12 +671,12 @@ BAD_TABLES: dict[str, tuple[object, str]] = {
     " is too large, broken, or never completed",
     "refused in one line, which names the file; a table that is being written is waited for, 600 s",
 )
-@pytest.mark.parametrize(("content", "words"), BAD_TABLES.values(), ids=BAD_TABLES.keys())
-def test_a_table_that_makes_no_sense(content: object, words: str, table: Path) -> None:
+@pytest.mark.parametrize(("content", "message"), BAD_TABLES.values(), ids=BAD_TABLES.keys())
+def test_a_table_that_makes_no_sense(content: object, message: str, table: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         fill(with_table(table, content))
     line = str(refused.value)
-    assert words in line
+    assert message in line
     assert line.startswith("the rank table: ")
     assert len(line.splitlines()) == 1
 
@@ -699,7 +702,7 @@ def test_files_that_are_no_table(table: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("variables", "message"),
     [
         ({"RANK_ID": "4"}, "RANK_ID is 4, but {table} has no such rank"),
         ({"RANK_ID": "x"}, "RANK_ID is 'x': it must be a number from 0 on"),
@@ -708,10 +711,10 @@ def test_files_that_are_no_table(table: Path) -> None:
     ],
     ids=["none", "no number", "device", "size"],
 )
-def test_ranks_that_the_table_does_not_have(more: dict[str, str], words: str, table: Path) -> None:
+def test_ranks_that_the_table_does_not_have(variables: dict[str, str], message: str, table: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        fill(with_table(table, TWO, **more))
-    assert words.format(table=table) in str(refused.value)
+        fill(with_table(table, TWO, **variables))
+    assert message.format(table=table) in str(refused.value)
 
 
 def test_an_address_of_two_nodes(table: Path) -> None:
@@ -719,19 +722,19 @@ def test_an_address_of_two_nodes(table: Path) -> None:
         fill(with_table(table, TWO), on=machine(owns=("10.1.1.1",)))
 
 
-def test_what_this_machine_has() -> None:
-    here = this_machine()
-    assert here.owns("127.0.0.1")
-    assert not any(map(here.owns, ("192.0.2.1", "0.0.0.0", "224.0.0.1", "::", "node_0", "")))
-    assert here.resolves("127.0.0.1")
-    assert not here.resolves("x" * 70)
+def test_the_addresses_of_this_machine() -> None:
+    this_node = this_machine()
+    assert this_node.owns("127.0.0.1")
+    assert not any(map(this_node.owns, ("192.0.2.1", "0.0.0.0", "224.0.0.1", "::", "node_0", "")))
+    assert this_node.resolves("127.0.0.1")
+    assert not this_node.resolves("x" * 70)
 
 
 # one process for each card
 
 
 def test_the_code_of_the_first_reaches_all(table: Path) -> None:
-    """Whether they come before its end or after it."""
+    """Waiting processes may come before or after its end."""
     job = f"test-{os.getpid()}-{table.parent}"[-90:]
     codes: dict[int, int] = {}
 
@@ -762,7 +765,7 @@ def test_a_first_process_that_is_killed(capsys: pytest.CaptureFixture[str]) -> N
     job = f"killed-{os.getpid()}"
     with ascend_cards.First(Card(0, 2, job)) as first:
         connection = ascend_cards._connect(Card(1, 2, job), this_machine())
-        first._told = True  # as if it could not any more
+        first._told = True  # as if it could not write its exit code
         with first._changed:
             first._changed.wait_for(lambda: first._connections, LONG_S)
         first._connections.pop().close()

@@ -1,4 +1,4 @@
-"""`ttprun` itself, started as a platform starts it: without flags that say how many nodes there are."""
+"""`ttprun` started as a platform starts it: without flags for the number of nodes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_two_nodes_by_the_variables_of_slurm(zygote: subprocess.Popen[str], tmp_
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
         arguments = [*SOON, "--master-port", ports[0], "--ttp-port", ports[1], node.script(LOOK)]
         started.append(node.start(*arguments, **step, SLURM_NODEID=str(number)))
-    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
-    assert [each.code for each in ended] == [0, 0], [each.log for each in ended]
+    results = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    assert [result.code for result in results] == [0, 0], [result.log for result in results]
     for number, node in enumerate(nodes):
         assert (node.folder / f"seen{number}").read_text() == f"{number} 0 2 - -"
         assert node.log.startswith(
@@ -51,7 +51,7 @@ def test_two_nodes_by_the_variables_of_slurm(zygote: subprocess.Popen[str], tmp_
 
 def cards(folder: Path, count: int) -> list[dict[str, str]]:
     """The environments of the processes that a platform starts for the cards of one node."""
-    # Jobs on one machine are told apart by the content of their tables, and so are tests.
+    # The content of the table distinguishes jobs, and tests, on one machine.
     devices = [{"device_id": str(n), "device_ip": str(folder), "rank_id": str(n)} for n in range(count)]
     table = {"status": "completed", "version": "1.0", "server_count": "1"}
     (folder / "table.json").write_text(
@@ -65,7 +65,7 @@ def cards(folder: Path, count: int) -> list[dict[str, str]]:
     ("last", "code"), [("", 0), ("raise SystemExit(5)", 5)], ids=["to its end", "with a fault"]
 )
 def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """The first runs the job, the second waits and ends with its code; no worker is told one card."""
+    """The first process runs the job, the second waits and ends with its code; no worker gets one card."""
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):
         (tmp_path / f"card{number}").mkdir()
@@ -75,13 +75,13 @@ def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[
     assert (first.code, second.code) == (code, code), first.log
     for rank in (0, 1):
         assert (processes[0].folder / f"seen{rank}").read_text() == f"{rank} {rank} 2 - -"
-    # Where the first one comes late, a line has said so.
+    # If the first process comes late, there is a line about it.
     lines = [line for line in second.log.splitlines() if not line.startswith("[ttp] waiting for ")]
     assert lines == ["[ttp] card 1 of 2 of this node: the process of card 0 runs ttprun"]
 
 
 def test_sigterm_to_all_processes_of_a_node(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """A platform that ends a job tells every process; those that wait end with the one that saves."""
+    """A platform that ends a job signals every process; the waiting ones end with the one that saves."""
     script = f"{LOOK}\nimport threading\nthreading.Event().wait()\n"
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):
@@ -92,23 +92,23 @@ def test_sigterm_to_all_processes_of_a_node(zygote: subprocess.Popen[str], tmp_p
     waiting.written(processes[1].folder, lambda: "runs ttprun" in processes[1].log, "the other waits")
     for pid in reversed(started):
         os.kill(pid, signal.SIGTERM)
-    ended = [process.wait(pid) for process, pid in zip(processes, started, strict=True)]
-    assert [each.code for each in ended] == [128 + signal.SIGTERM] * 2, ended[0].log
-    assert "ended by SIGTERM" in ended[0].last_line or "told to end by SIGTERM" in ended[0].last_line
+    results = [process.wait(pid) for process, pid in zip(processes, started, strict=True)]
+    assert [result.code for result in results] == [128 + signal.SIGTERM] * 2, results[0].log
+    assert "ended by SIGTERM" in results[0].last_line or "told to end by SIGTERM" in results[0].last_line
 
 
-def test_what_card_zero_refuses_reaches_the_others(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_refusal_of_card_zero_reaches_the_others(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):
         (tmp_path / f"card{number}").mkdir()
         processes.append(process := Launcher(zygote, tmp_path / f"card{number}"))
         started.append(process.start("nowhere.py", **environment))
-    ended = [process.wait(pid) for process, pid in zip(processes, started, strict=True)]
-    assert [each.code for each in ended] == [2, 2]
-    assert ended[0].last_line.startswith("ttprun: error: the script nowhere.py cannot be run")
+    results = [process.wait(pid) for process, pid in zip(processes, started, strict=True)]
+    assert [result.code for result in results] == [2, 2]
+    assert results[0].last_line.startswith("ttprun: error: the script nowhere.py cannot be run")
 
 
-def test_what_a_platform_gets_wrong_is_one_line(launcher: Launcher) -> None:
+def test_wrong_variables_of_a_platform_are_one_line(launcher: Launcher) -> None:
     result = launcher.run(launcher.script("print('started')"), MA_NUM_HOSTS="two")
     line = (
         "ttprun: error: ModelArts: MA_NUM_HOSTS is 'two': it must be a number from 1 on; else give"

@@ -1,4 +1,4 @@
-"""The processor of a worker, which hears two controllers, one after the other."""
+"""The processor of a worker with two controllers, one after the other."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
 from tests.unit.trainee import CountingTrainee, Loop
 
 
-def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lost one had let the main thread through to step 5, not begun yet; the new one wants step 4."""
+def test_a_new_controller_gets_the_state_left_by_the_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lost controller let the main thread through to step 5, not begun yet; the new one wants step 4."""
     event = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: event.set())
     monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
@@ -101,7 +103,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
 
 
 class Objects(type):
-    """The type of classes of another module, whose code must not run when modules are listed."""
+    """The metaclass of classes of another module; its code must not run when modules are listed."""
 
     is_asked = False
 
@@ -117,12 +119,12 @@ class AtWork:
 
     Attributes:
         agent: the agent's end of its connection
-        left: is set once the process would end
+        exited: is set once the process would end
     """
 
     session: Session
     agent: socket.socket
-    left: threading.Event
+    exited: threading.Event
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]
 
 
 def test_what_is_sent_is_with_the_agent_before_the_thread_goes_on(tmp_path: Path) -> None:
-    """The thread that answers the agent has not run yet: a layout outlives a rank that is killed at once."""
+    """The thread that answers the agent has not run: a layout outlives a rank killed at once."""
     processor, agent = connected(tmp_path)
     processor.say(Present(0, 1))
     processor.send(Present(0, 2))
@@ -152,7 +154,7 @@ def test_what_is_sent_is_with_the_agent_before_the_thread_goes_on(tmp_path: Path
         answers = [wire.receive(agent, wire.from_worker) for _ in range(2)]
         assert answers == [Present(0, 1), Present(0, 2)]
         assert agent.recv(1) == b""
-    processor.send(Present(0, 3))  # the agent is gone: the thread that answers it ends the process
+    processor.send(Present(0, 3))  # the agent is gone: the answering thread ends the process
 
 
 def test_modules_are_listed_once_without_code_of_their_objects(
@@ -164,7 +166,7 @@ def test_modules_are_listed_once_without_code_of_their_objects(
     monkeypatch.setitem(sys.modules, "of_another", of_another)
     context.part(ScriptImports).names["of_another"] = b""  # at the end of its import
     agent = at_work.agent
-    for _ in range(2):  # an agent asks again where no answer has come
+    for _ in range(2):  # an agent asks again without an answer
         agent.sendall(wire.frame(ModulesProbe()))
     answer = wire.receive(agent, wire.from_worker)
     assert isinstance(answer, Modules)
@@ -172,11 +174,11 @@ def test_modules_are_listed_once_without_code_of_their_objects(
     agent.sendall(wire.frame(PresenceProbe(1)))
     assert isinstance(wire.receive(agent, wire.from_worker), Present), "it looks once"
     assert not Objects.is_asked
-    assert not at_work.left.is_set()
+    assert not at_work.exited.is_set()
 
 
-def asked_where_it_stands(agent: socket.socket) -> list[str]:
-    """Return what a rank notes before it answers that it is frozen."""
+def notes_before_frozen(agent: socket.socket) -> list[str]:
+    """Return a rank's notes before its answer to a freeze."""
     agent.sendall(wire.frame(Freeze(1, stacks=True)))
     noted = []
     while not isinstance(message := wire.receive(agent, wire.from_worker), Frozen):
@@ -185,16 +187,16 @@ def asked_where_it_stands(agent: socket.socket) -> list[str]:
     return noted
 
 
-def test_in_a_hang_it_tells_of_collectives_before_it_answers(
+def test_in_a_hang_collectives_are_noted_before_the_answer(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the answer this process may be told to exit at once."""
+    """After the answer this process may be ordered to exit at once."""
     session = at_work.session
     frozen, answer = threading.Event(), session.freezer.freeze
 
-    def freezes(timeout_s: float, again: bool = False) -> BoardRecord | None:
+    def freezes(timeout_s: float, repeated: bool = False) -> BoardRecord | None:
         frozen.set()
-        return answer(timeout_s, again)
+        return answer(timeout_s, repeated)
 
     def write(path: Path) -> str:
         assert not frozen.wait(0.1)
@@ -203,21 +205,21 @@ def test_in_a_hang_it_tells_of_collectives_before_it_answers(
     monkeypatch.setattr(processor_module, "LOOK_S", LONG_S)
     monkeypatch.setattr(session.freezer, "freeze", freezes)
     monkeypatch.setattr(processor_module.stacks, "write_collectives", write)
-    assert sorted(asked_where_it_stands(at_work.agent)) == ["collectives", "stacks"]
+    assert sorted(notes_before_frozen(at_work.agent)) == ["collectives", "stacks"]
 
 
-def test_in_a_hang_it_answers_though_nothing_can_be_read_of_collectives(
+def test_in_a_hang_it_answers_without_readable_collectives(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(processor_module, "LOOK_S", 0.1)
     monkeypatch.setattr(processor_module.stacks, "write_collectives", lambda path: str(hangs.wait(LONG_S)))
-    assert "collectives" not in asked_where_it_stands(at_work.agent)
+    assert "collectives" not in notes_before_frozen(at_work.agent)
     hangs.set()
 
 
 def connected(folder: Path) -> tuple[Processor, socket.socket]:
-    """Return a processor, and the agent's end of its connection."""
+    """Return a processor and the agent's end of its connection."""
     address = f"ttp-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + address)

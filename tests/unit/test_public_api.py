@@ -1,4 +1,4 @@
-"""What `import adaptor` offers, and what it does not import for that."""
+"""The names that `import adaptor` offers, and the modules it does not import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_public_name_is_there() -> None:
     assert {name for name in adaptor.__all__ if not hasattr(adaptor, name)} == set()
 
 
-def test_errors_and_results_are_those_that_are_raised_and_returned() -> None:
+def test_public_errors_and_results_are_the_internal_classes() -> None:
     kinds = {
         name: kind
         for name, kind in vars(errors).items()
@@ -54,7 +54,7 @@ CALLS = {
 )
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
-    ("before", "environment", "does_nothing"),
+    ("setup", "environment", "does_nothing"),
     [
         ("", {}, False),
         ("", {"TTP_HANG": "-1"}, False),
@@ -63,27 +63,25 @@ CALLS = {
     ],
     ids=["by torchrun", "a wrong setting", "off", "disabled"],
 )
-def test_nobody_has_enabled_it(
-    call: str, before: str, environment: dict[str, str], does_nothing: bool
-) -> None:
+def test_calls_without_enable(call: str, setup: str, environment: dict[str, str], does_nothing: bool) -> None:
     inherited = {name: text for name, text in os.environ.items() if "TTP" not in name}
-    script = f"import adaptor\n{before}\n{call}"
+    script = f"import adaptor\n{setup}\n{call}"
     command = [sys.executable, "-c", script]
     completed = captured(command, env=inherited | environment)
     if does_nothing:
         assert (completed.returncode, completed.stdout) == (0, "None\n"), completed.stderr
         return
-    words = (
+    message = (
         "TTP_HANG is '-1'" if environment else "this process was not started by ttprun: start the job with"
     )
     assert completed.returncode == 1
     (line,) = completed.stderr.splitlines()
     assert line.startswith("adaptor: error: ")
-    assert words in line
+    assert message in line
 
 
 def test_a_loop_of_ones_own_notes_when_kernels_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else a hang would be noticed after TTP_HANG, when DeepEP's kernels have ended."""
+    """Otherwise a hang would be noticed only TTP_HANG after DeepEP's kernels ended."""
     core = SimpleNamespace(parallel_state=None, tensor_parallel=None)
     for name, module in (
         ("", core),

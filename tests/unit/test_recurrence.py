@@ -1,4 +1,4 @@
-"""Faults that come again without progress."""
+"""Repeated faults without progress."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ def verdict(
 
 
 def stops(recurrence: Recurrence, *verdicts: Verdict) -> list[bool]:
-    """Whether each of them ends the job."""
+    """Return for each verdict whether it ends the job."""
     judged = []
-    for given in verdicts:
-        made = recurrence.judge(given)
-        recurrence.note(made)
-        judged.append(bool(made.stop))
+    for each_verdict in verdicts:
+        judgement = recurrence.judge(each_verdict)
+        recurrence.note(judgement)
+        judged.append(bool(judgement.stop))
     return judged
 
 
-def test_the_third_time() -> None:
+def test_the_third_fault_ends_the_job() -> None:
     first = verdict(outcome="saved")
     assert stops(Recurrence(3), first, verdict(), verdict()) == [False, False, True]
 
 
-def test_what_it_says() -> None:
+def test_the_reason_names_the_fault_and_its_count() -> None:
     recurrence = Recurrence(2)
     recurrence.note(verdict())
-    made = recurrence.judge(verdict())
-    assert (made.exit_code, made.stop) == (
+    judgement = recurrence.judge(verdict())
+    assert (judgement.exit_code, judgement.stop) == (
         EXIT_NO_PROGRESS,
         f"{SAME} came 2 times after step 7 without a newer checkpoint (TTP_NO_PROGRESS)",
     )
 
 
 @pytest.mark.parametrize(
-    "other",
+    "other_fault",
     [
         verdict(key="KeyError at train.py:8"),
         verdict(key="ValueError at train.py:9"),
@@ -63,9 +63,9 @@ def test_what_it_says() -> None:
     ],
     ids=["another exception", "another place", "another step", "told to end"],
 )
-def test_faults_in_turn_without_a_newer_checkpoint_end_the_job(other: Verdict) -> None:
-    in_turn = [verdict(), other, verdict(), other, verdict()]
-    assert stops(Recurrence(3), *in_turn) == [False] * 4 + [True]
+def test_faults_in_turn_without_a_newer_checkpoint_end_the_job(other_fault: Verdict) -> None:
+    alternating = [verdict(), other_fault, verdict(), other_fault, verdict()]
+    assert stops(Recurrence(3), *alternating) == [False] * 4 + [True]
 
 
 def test_a_newer_checkpoint_begins_anew() -> None:
@@ -74,7 +74,7 @@ def test_a_newer_checkpoint_begins_anew() -> None:
 
 
 def test_a_regular_checkpoint_is_progress() -> None:
-    """The job starts from a later step each time, and nothing of it was saved by the adaptor."""
+    """Each start begins at a later step, although the adaptor saved nothing."""
     from_later = [verdict(step=step, newest=step) for step in (7, 8, 9, 10)]
     assert stops(Recurrence(2), *from_later) == [False] * 4
 
@@ -89,16 +89,16 @@ def test_a_lost_checkpoint_does_not_make_the_next_one_newer() -> None:
     assert stops(Recurrence(4), saved, lost, saved, lost) == [False, False, False, True]
 
 
-def test_once() -> None:
-    made = Recurrence(1).judge(verdict("exit code 1"))
-    assert made.stop == "exit code 1 came once after step 7 without a newer checkpoint (TTP_NO_PROGRESS)"
+def test_a_limit_of_one_ends_the_job_at_once() -> None:
+    judgement = Recurrence(1).judge(verdict("exit code 1"))
+    assert judgement.stop == "exit code 1 came once after step 7 without a newer checkpoint (TTP_NO_PROGRESS)"
 
 
-def test_what_nothing_is_known_of_is_never_the_same() -> None:
+def test_unknown_faults_never_count_as_repeated() -> None:
     assert stops(Recurrence(2), *[verdict(key="")] * 5) == [False] * 5
 
 
-def test_it_can_be_switched_off() -> None:
+def test_a_limit_of_zero_never_ends_the_job() -> None:
     assert stops(Recurrence(0), *[verdict()] * 9) == [False] * 9
 
 
@@ -118,7 +118,7 @@ def test_an_exception_before_training(
     recurrence = Recurrence(3)
     if trained:
         recurrence.note(verdict(key="SIGKILL", outcome="saved"))
-    given = verdict(finished=-1, step=-1, newest=-1)
-    fault = msgspec.structs.replace(given.fault, lasting=lasting, on_all_ranks=on_all_ranks)
-    given = msgspec.structs.replace(given, fault=fault)
-    assert stops(recurrence, *[given] * len(ends)) == ends
+    first_verdict = verdict(finished=-1, step=-1, newest=-1)
+    fault = msgspec.structs.replace(first_verdict.fault, lasting=lasting, on_all_ranks=on_all_ranks)
+    first_verdict = msgspec.structs.replace(first_verdict, fault=fault)
+    assert stops(recurrence, *[first_verdict] * len(ends)) == ends

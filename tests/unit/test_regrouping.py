@@ -1,4 +1,4 @@
-"""Online recovery, as the controller decides it; its orders are in the golden traces `online_*`."""
+"""The controller's decisions in online recovery; the golden traces `online_*` hold its orders."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ def _job(online: str = "", term: int = 0, most_recoveries: int = MOST_RECOVERIES
     return job
 
 
-def _kill(job: Controller, rank: int, step: int, status: int = -9, why: str = "") -> Orders:
-    """Kill a rank, after `step` has finished; return what is ordered when all others have answered."""
-    number = job.handle(Died(rank, status, 0.0, BoardRecord(rank), why), 1.0)[0][1]
+def _kill(job: Controller, rank: int, step: int, status: int = -9, reason: str = "") -> Orders:
+    """Kill a rank after `step`; return the orders after all other ranks answered."""
+    number = job.handle(Died(rank, status, 0.0, BoardRecord(rank), reason), 1.0)[0][1]
     assert isinstance(number, Addressed)
     assert isinstance(number.message, Freeze)
     orders: Orders = []
-    for other in RANKS:
-        if other != rank:
-            board = BoardRecord(other, 1, Phase.RUNNING, step, step, step)
-            orders = job.handle(Frozen(other, number.message.incident, board), 1.0)
+    for rank_alive in RANKS:
+        if rank_alive != rank:
+            board = BoardRecord(rank_alive, 1, Phase.RUNNING, step, step, step)
+            orders = job.handle(Frozen(rank_alive, number.message.incident, board), 1.0)
     return orders
 
 
 def _save(job: Controller) -> Orders:
-    """Answer all that is ordered for the save; return what is ordered when the step is on disk."""
+    """Answer every order of the save; return the orders once the step is on disk."""
     incident = job.incident
     assert incident is not None
     target, step = incident.state.target, incident.step
@@ -100,13 +100,13 @@ def _join(job: Controller, pid: int, step: int) -> Orders:
     job.handle(Hello(rank, pid), 1.0)
     number, attempt = job.incident.number, job.incident.state.writing.attempt
     orders: Orders = []
-    for each in RANKS:
-        orders = job.handle(Joined(each, number, attempt, step, "a"), 2.0)
+    for joining in RANKS:
+        orders = job.handle(Joined(joining, number, attempt, step, "a"), 2.0)
     return orders
 
 
-def test_after_so_many_recoveries_all_are_started_again() -> None:
-    """What an exchange of groups leaves behind in each process is given back by a restart."""
+def test_the_limit_of_recoveries_ends_in_a_restart() -> None:
+    """A restart frees what each exchange of groups leaves behind in the processes."""
     job = _job()
     for number in range(MOST_RECOVERIES):
         _kill(job, number % 4, step=5 + number)
@@ -130,7 +130,7 @@ def test_where_torch_reconnects_groups_recoveries_have_no_limit() -> None:
         assert job.verdict is None
 
 
-def test_a_later_controller_uses_no_number_of_an_earlier_one() -> None:
+def test_a_later_controller_reuses_no_number() -> None:
     job, next_one = _job(), _job(term=1)
     numbers = set()
     for number in range(MOST_RECOVERIES):
@@ -152,22 +152,22 @@ def test_a_rank_that_cannot_take_part_says_why() -> None:
 
 
 @pytest.mark.parametrize("stage", Stage)
-def test_only_stages_that_may_follow_do(stage: Stage) -> None:
-    for another in Stage:
+def test_only_the_listed_transitions_are_allowed(stage: Stage) -> None:
+    for next_stage in Stage:
         state = Incident(
             1, Membership(4), Failures(), opened_at=0.0, timeout_s=120.0, store=("", 1, b"")
         ).state
         state.stage = stage
-        if another in TRANSITIONS[stage]:
-            state.move(another)
-            assert state.stage is another
+        if next_stage in TRANSITIONS[stage]:
+            state.move(next_stage)
+            assert state.stage is next_stage
         else:
-            with pytest.raises(AssertionError, match=f"{stage.name} is not followed by {another.name}"):
-                state.move(another)
+            with pytest.raises(AssertionError, match=f"{stage.name} is not followed by {next_stage.name}"):
+                state.move(next_stage)
 
 
 def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> None:
-    """It is past the barrier, and its main thread will not make the update any more."""
+    """The rank is past the barrier, and its main thread will not make the update."""
     job = _job()
     number = job.handle(Raised(1, "ValueError: behind the barrier", 1), 1.0)[0][1]
     assert isinstance(number, Addressed)
@@ -183,13 +183,13 @@ def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> No
     assert started.rank == 1
     job.handle(Died(1, -9, 0.0, BoardRecord(1)), 1.0)
     orders = job.handle(Hello(1, 100), 1.0)
-    told = [order for _, order in orders if isinstance(order, Addressed)]
+    addressed = [order for _, order in orders if isinstance(order, Addressed)]
     assert {
-        order.rank: order.message.step for order in told if isinstance(order.message, Regroup)
+        order.rank: order.message.step for order in addressed if isinstance(order.message, Regroup)
     } == dict.fromkeys(RANKS, 6)
 
 
-def _asked(orders: Orders) -> set[int]:
+def _probed_ranks(orders: Orders) -> set[int]:
     return {
         order.rank
         for _, order in orders
@@ -198,14 +198,14 @@ def _asked(orders: Orders) -> set[int]:
 
 
 def _live_on(job: Controller, silent: int, seconds: float) -> Orders:
-    """Time passes; all but `silent` answer. Return what is ordered besides the questions."""
+    """Let time pass while all but `silent` answer; return the orders besides the probes."""
     assert job.incident is not None
     number, ordered = job.incident.number, list[Any]()
-    for now in range(2, 2 + int(seconds)):
-        orders = job.tick(float(now))
-        for rank in _asked(orders) - {silent}:
-            job.handle(Present(rank, number), now + 0.1)
-        if not _asked(orders):
+    for seconds_now in range(2, 2 + int(seconds)):
+        orders = job.tick(float(seconds_now))
+        for rank in _probed_ranks(orders) - {silent}:
+            job.handle(Present(rank, number), seconds_now + 0.1)
+        if not _probed_ranks(orders):
             ordered += orders
     return ordered
 
@@ -222,7 +222,7 @@ def test_a_survivor_that_is_stopped_in_a_recovery_is_replaced_as_well() -> None:
     for rank, pid in ((2, 200), (1, 101)):
         job.handle(Died(rank, -9, 0.0, BoardRecord(rank)), 20.0)
         orders = job.handle(Hello(rank, pid), 20.0)
-    assert _is_told(orders)
+    assert _all_join(orders)
 
 
 def test_where_nobody_else_has_its_shard_all_start_again_when_it_does_not_answer() -> None:
@@ -253,11 +253,11 @@ def test_a_controller_that_was_put_off_itself_misses_nobody() -> None:
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
-    asked = _asked(job.tick(7.0))
-    assert asked == {0, 2, 3}
+    probed = _probed_ranks(job.tick(7.0))
+    assert probed == {0, 2, 3}
     assert job.incident is not None
-    for now in (20.0, 20.1, 20.2):  # the answers are still unread
-        assert not [order for _, order in job.tick(now) if not isinstance(order, Addressed)]
+    for time in (20.0, 20.1, 20.2):  # the answers are not read yet
+        assert not [order for _, order in job.tick(time) if not isinstance(order, Addressed)]
     assert job.incident.state.writing.attempt == 2
 
 
@@ -265,28 +265,27 @@ def _replaced(orders: Orders) -> set[int]:
     return {order.rank for _, order in orders if isinstance(order, Replace)}
 
 
-def _is_told(orders: Orders) -> bool:
-    """Return whether all ranks are told to join."""
-    told = [order for _, order in orders if isinstance(order, Addressed)]
-    return {order.rank for order in told if isinstance(order.message, Regroup)} == set(RANKS)
+def _all_join(orders: Orders) -> bool:
+    addressed = [order for _, order in orders if isinstance(order, Addressed)]
+    return {order.rank for order in addressed if isinstance(order.message, Regroup)} == set(RANKS)
 
 
 def test_a_new_process_that_uses_cpu_time_may_take_longer_than_the_limit() -> None:
-    """It is replaced half of the limit after it has stopped."""
+    """It is replaced half of the limit after its CPU time stops growing."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
     job.handle(Hello(1, 100), 1.5)
     assert job.incident is not None
     number, replaced_at = job.incident.number, 0
-    for now in range(2, 400):
-        if now < 200:
-            job.handle(Starting(1, now), float(now))
-        orders = job.tick(float(now))
-        for rank in _asked(orders):
-            job.handle(Present(rank, number), now + 0.1)
+    for time in range(2, 400):
+        if time < 200:
+            job.handle(Starting(1, time), float(time))
+        orders = job.tick(float(time))
+        for rank in _probed_ranks(orders):
+            job.handle(Present(rank, number), time + 0.1)
         if _replaced(orders):
-            replaced_at = now
+            replaced_at = time
             break
     assert 229 <= replaced_at <= 199 + 30 + ROUND_S
 
@@ -295,10 +294,10 @@ def test_a_new_process_that_uses_cpu_time_for_ever_ends_the_recovery() -> None:
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
-    for now in range(2, 60 * MOST_LIMITS + 1):
-        job.handle(Starting(1, now), float(now))
-        for rank in _asked(job.tick(float(now))):
-            job.handle(Present(rank, 1), now + 0.1)
+    for time in range(2, 60 * MOST_LIMITS + 1):
+        job.handle(Starting(1, time), float(time))
+        for rank in _probed_ranks(job.tick(float(time))):
+            job.handle(Present(rank, 1), time + 0.1)
         assert job.verdict is None
     job.tick(60.0 * MOST_LIMITS + 1.0)
     assert job.incident is not None
@@ -306,7 +305,7 @@ def test_a_new_process_that_uses_cpu_time_for_ever_ends_the_recovery() -> None:
 
 
 def test_a_new_process_that_answers_and_makes_no_progress_is_replaced() -> None:
-    """Its main thread waits for ever, and only the thread that answers runs."""
+    """Its main thread waits forever while the thread that answers runs."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
@@ -323,8 +322,8 @@ def test_a_rank_whose_new_processes_fail_in_two_ways_has_both_reasons() -> None:
     job.handle(Died(1, 1, 0.0, BoardRecord(1)), 1.1)
     job.handle(Died(1, -9, 0.0, BoardRecord(1)), 2.0)
     assert job.verdict is not None
-    both = "refused: the data set has changed; then the new process of rank 1 was ended by SIGKILL"
-    assert job.verdict.line.endswith(f"not recovered online: the new process of rank 1 {both}")
+    reasons = "refused: the data set has changed; then the new process of rank 1 was ended by SIGKILL"
+    assert job.verdict.line.endswith(f"not recovered online: the new process of rank 1 {reasons}")
 
 
 def test_each_further_death_begins_another_attempt() -> None:
@@ -333,12 +332,12 @@ def test_each_further_death_begins_another_attempt() -> None:
     assert _replaced(job.handle(Died(2, -9, 0.0, BoardRecord(2)), 1.0)) == {2}, "while the step is saved"
     _save(job)
     job.handle(Hello(1, 100), 1.0)
-    assert _is_told(job.handle(Hello(2, 101), 1.0))
+    assert _all_join(job.handle(Hello(2, 101), 1.0))
     orders = job.handle(Died(1, -9, 0.0, BoardRecord(1)), 2.0)
     orders += job.handle(Died(2, -9, 0.0, BoardRecord(2)), 2.0)
     assert _replaced(orders) == {1, 2}, "both new processes"
     job.handle(Hello(1, 102), 3.0)
-    assert _is_told(job.handle(Hello(2, 103), 3.0))
+    assert _all_join(job.handle(Hello(2, 103), 3.0))
     assert job.verdict is None
 
 
@@ -359,23 +358,23 @@ def test_a_new_process_that_fails_by_the_death_of_its_twin_has_not_failed_itself
 
 
 def test_a_survivor_that_raises_keeps_its_process_once() -> None:
-    """It may alone hold its shard; a second exception is its own."""
+    """It may be the only holder of its shard; a second exception counts as its own."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
     job.handle(Hello(1, 100), 1.0)
     assert job.incident is not None
     state = job.incident.state
-    for pid, now, replaced in ((101, 5.0, {1}), (102, 10.0, {1, 2})):
+    for pid, time, replaced in ((101, 5.0, {1}), (102, 10.0, {1, 2})):
         failure = RegroupFailed(2, state.number, state.writing.attempt, "KeyError: 1", may_be_echo=True)
-        assert _replaced(job.handle(failure, now)) == set()
-        assert _replaced(job.tick(now + ECHO_S)) == replaced
-        job.handle(Died(1, -9, 0.0, BoardRecord(1)), now + ECHO_S)
-        job.handle(Hello(1, pid), now + ECHO_S)
+        assert _replaced(job.handle(failure, time)) == set()
+        assert _replaced(job.tick(time + ECHO_S)) == replaced
+        job.handle(Died(1, -9, 0.0, BoardRecord(1)), time + ECHO_S)
+        job.handle(Hello(1, pid), time + ECHO_S)
 
 
 def test_two_faults_in_turn_at_one_step_end_in_a_restart() -> None:
-    """No recovery has finished a step: the next fault starts all again."""
+    """No recovery finished a step, so the next fault restarts the job."""
     job = _job(most_recoveries=0)
     for number in range(MOST_FROM_A_STEP):
         _kill(job, number % 2, step=5, status=(-9, 7)[number % 2])
@@ -420,13 +419,13 @@ def test_a_finished_step_begins_the_count_anew() -> None:
 
 @pytest.mark.parametrize(("steps", "is_recovered"), [(1, False), (OUT_OF_MEMORY_STEPS + 1, True)])
 def test_a_rank_without_memory_is_not_replaced_again_and_again(steps: int, is_recovered: bool) -> None:
-    why = "killed by the kernel: out of memory"
+    reason = "killed by the kernel: out of memory"
     job = _job()
-    _kill(job, 1, step=5, why=why)
+    _kill(job, 1, step=5, reason=reason)
     _join(job, 100, step=5)
-    _kill(job, 1, step=5 + steps, why=why)
+    _kill(job, 1, step=5 + steps, reason=reason)
     assert job.incident is not None
     assert job.incident.regrouping.is_pending is is_recovered
     if not is_recovered:
-        said = "the kernel has ended rank 1 for want of memory again, 1 step later"
-        assert job.incident.regrouping.why_not == said
+        why_not = "the kernel has ended rank 1 for want of memory again, 1 step later"
+        assert job.incident.regrouping.why_not == why_not

@@ -1,4 +1,4 @@
-"""The names of a regular save, however the user writes the folder."""
+"""The folder names of regular saves, however the user writes the path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
 
 
 def saves() -> RegularSaves:
-    """Those of this process."""
     return context.part(RegularSaves)
 
 
@@ -55,12 +54,12 @@ def test_other_steps_and_folders_keep_their_names() -> None:
 
 
 def test_a_dump_beside_a_save_is_none() -> None:
-    seen = []
+    names = []
     with saves().regular("ckpt", 3):
-        thread = threading.Thread(target=lambda: seen.append(saves().renamed(f"ckpt/{FILE}")))
+        thread = threading.Thread(target=lambda: names.append(saves().renamed(f"ckpt/{FILE}")))
         thread.start()
         thread.join()
-    assert seen == [f"ckpt/{FILE}"]
+    assert names == [f"ckpt/{FILE}"]
 
 
 @pytest.mark.robustness(
@@ -69,18 +68,18 @@ def test_a_dump_beside_a_save_is_none() -> None:
     "each writes to its own folder",
 )
 def test_saves_in_two_threads() -> None:
-    seen: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def save() -> None:
         with saves().regular("ckpt", 4):
-            seen["other"] = saves().renamed("ckpt/iter_0000004/a.pt")
+            names["other"] = saves().renamed("ckpt/iter_0000004/a.pt")
 
     with saves().regular("ckpt", 3):
         thread = threading.Thread(target=save)
         thread.start()
         thread.join()
-        seen["main"] = saves().renamed(f"ckpt/{FILE}")
-    assert seen == {
+        names["main"] = saves().renamed(f"ckpt/{FILE}")
+    assert names == {
         "other": "ckpt/iter_0000004_saving/a.pt",
         "main": f"ckpt/{FILE.replace('iter_0000003', 'iter_0000003_saving')}",
     }
@@ -88,8 +87,8 @@ def test_saves_in_two_threads() -> None:
 
 
 @pytest.mark.usefixtures("rank_0")
-def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
-    """ModelLink does not empty it before it writes: 999 over 1000 would be 9990."""
+def test_the_tracker_is_rewritten_whole(tmp_path: Path) -> None:
+    """ModelLink does not truncate the tracker: 999 written over 1000 would read 9990."""
     (tmp_path / TRACKER).write_text("1000")
     with saves().regular(str(tmp_path), 999):
         (Path(saves().renamed(str(tmp_path / "iter_0000999"))) / "shard.pt").touch()
@@ -100,9 +99,9 @@ def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000999", TRACKER]
 
 
-def _request(*put_off: Callable[[], Any]) -> SimpleNamespace:
-    """Return what has the parts of the framework's AsyncRequest that matter, with these functions."""
-    functions = list(put_off)
+def _request(*finalizers: Callable[[], Any]) -> SimpleNamespace:
+    """Return the used parts of Megatron's AsyncRequest, with these finalizers."""
+    functions = list(finalizers)
     return SimpleNamespace(finalize_fns=functions, add_finalize_fn=functions.append)
 
 
@@ -126,27 +125,27 @@ def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) 
 def test_an_asynchronous_save_has_its_name_before_the_framework_removes_the_one_before(
     tmp_path: Path,
 ) -> None:
-    """`--save-retain-interval`: what writes the tracker reads first of which step the checkpoint goes."""
+    """With `--save-retain-interval` the writer of the tracker first reads the step to remove."""
     (tmp_path / TRACKER).write_text("3")
     (tmp_path / "iter_0000003").mkdir()
-    seen: list[tuple[str, list[str], str]] = []
+    events: list[tuple[str, list[str], str]] = []
     with saves().regular(str(tmp_path), 6, asynchronous=True):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000006")))
         tracker = Path(saves().tracker(str(tmp_path / TRACKER)))
 
         def ranks_have_written() -> None:
             (folder / "shard.pt").write_bytes(b"of all")
-            seen.append(("written", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
+            events.append(("written", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
 
         def iter_finalize_fn() -> None:
-            seen.append(("tracker", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
+            events.append(("tracker", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
             tracker.write_text("6")
 
         request = _request(ranks_have_written, iter_finalize_fn)
         saves().scheduled(request)
     for put_off in request.finalize_fns:
         put_off()
-    assert seen == [
+    assert events == [
         ("written", ["iter_0000003", "iter_0000006_saving", TRACKER], "0"),
         ("tracker", ["iter_0000003", "iter_0000006", TRACKER], "3"),
     ]
@@ -155,9 +154,7 @@ def test_an_asynchronous_save_has_its_name_before_the_framework_removes_the_one_
 
 
 @pytest.mark.usefixtures("rank_0")
-def test_a_framework_that_puts_its_tracker_off_by_another_name_finds_no_step_to_remove(
-    tmp_path: Path,
-) -> None:
+def test_a_tracker_finalizer_of_another_name_finds_no_step_to_remove(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("3")
     read: list[str] = []
     with saves().regular(str(tmp_path), 6, asynchronous=True):
@@ -172,22 +169,20 @@ def test_a_framework_that_puts_its_tracker_off_by_another_name_finds_no_step_to_
     assert manifest.defects(tmp_path / "iter_0000006") == []
 
 
-def test_who_asks_for_a_folder_is_told_when_it_has_its_name() -> None:
-    """On the last rank, which does not give it: Weights & Biases takes no folder that is not there."""
-    told: list[tuple[str, str]] = []
+def test_callers_are_notified_once_the_folder_has_its_name() -> None:
+    """Also on the last rank, which does not rename: Weights & Biases refuses a missing folder."""
+    notified: list[tuple[str, str]] = []
     with saves().regular("ckpt", 3):
         saves().tell(
-            saves().renamed(f"ckpt/{FILE}"),
-            f"ckpt/{TRACKER}",
-            lambda *named: told.append(named),
+            saves().renamed(f"ckpt/{FILE}"), f"ckpt/{TRACKER}", lambda *named: notified.append(named)
         )
-        assert not told
-    assert told == [(f"ckpt/{FILE}", f"ckpt/{TRACKER}")]
-    saves().tell("elsewhere/a.pt", "elsewhere/t", lambda *named: told.append(named))
-    assert told[1:] == [("elsewhere/a.pt", "elsewhere/t")]
+        assert not notified
+    assert notified == [(f"ckpt/{FILE}", f"ckpt/{TRACKER}")]
+    saves().tell("elsewhere/a.pt", "elsewhere/t", lambda *named: notified.append(named))
+    assert notified[1:] == [("elsewhere/a.pt", "elsewhere/t")]
 
 
-def test_nobody_is_told_of_a_save_that_has_failed() -> None:
+def test_a_failed_save_notifies_nobody() -> None:
     def save() -> None:
         with saves().regular("ckpt", 3):
             saves().tell(saves().renamed(f"ckpt/{FILE}"), f"ckpt/{TRACKER}", pytest.fail)
@@ -198,11 +193,11 @@ def test_nobody_is_told_of_a_save_that_has_failed() -> None:
 
 
 @pytest.mark.usefixtures("rank_0")
-def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path: Path) -> None:
-    seen: list[tuple[str, list[str]]] = []
+def test_an_asynchronous_save_notifies_once_all_ranks_have_met(tmp_path: Path) -> None:
+    events: list[tuple[str, list[str]]] = []
 
-    def look(what: str) -> None:
-        seen.append((what, sorted(path.name for path in tmp_path.iterdir())))
+    def look(event: str) -> None:
+        events.append((event, sorted(path.name for path in tmp_path.iterdir())))
 
     with saves().regular(str(tmp_path), 3, asynchronous=True):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
@@ -213,13 +208,13 @@ def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path:
     for put_off in request.finalize_fns:
         put_off()
     named = ["iter_0000003", TRACKER]
-    assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]
+    assert events == [("met", named), (str(tmp_path / "iter_0000003"), named)]
 
 
 @pytest.mark.usefixtures("rank_0", "armed")
 def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `torch.save` writes into the folder of the save is hashed; a copy elsewhere is left alone."""
-    monkeypatch.setattr(regular_folder, "_SMALL", -1)  # else what nobody has hashed would be, too
+    """Files that `torch.save` writes into the save are hashed; copies elsewhere are not."""
+    monkeypatch.setattr(regular_folder, "_SMALL", -1)  # or unhashed small files would be hashed, too
     with saves().regular(str(tmp_path), 3):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         (folder / "mp_rank_00").mkdir()
@@ -246,7 +241,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
-    """The manifest is there, the notes are gone, the name was not given: the next call has the checksums."""
+    """The manifest exists, the notes are gone, the final name is missing: the next call has the checksums."""
     folder = tmp_path / "iter_0000003_saving"
     regular_folder.prepare_regular(tmp_path, 3)
     (folder / "a.pt").write_bytes(b"content")
@@ -258,7 +253,7 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
     regular_folder.publish_regular(tmp_path, 3)
     (entry,) = manifest.read(tmp_path / "iter_0000003").files
     assert entry.xxh3_128 == hashing.hash_file(tmp_path / "iter_0000003" / "a.pt")
-    # A file that was written again after its note has another size: nothing is said of it.
+    # A file rewritten after its note has another size: it gets no checksum.
     (copy / folder.name / "a.pt").write_bytes(b"other content")
     regular_folder.publish_regular(copy, 3)
     (entry,) = manifest.read(copy / "iter_0000003").files
@@ -267,7 +262,7 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("armed")
 def test_a_file_whose_checksum_cannot_be_noted_is_saved(tmp_path: Path) -> None:
-    """Its name has room for no suffix; the earlier note of another file is no longer true."""
+    """Its name has no room for a suffix; the earlier note of another file is stale."""
     with saves().regular(str(tmp_path), 3):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         name = f"{'n' * 248}.pt"
@@ -275,11 +270,11 @@ def test_a_file_whose_checksum_cannot_be_noted_is_saved(tmp_path: Path) -> None:
             torch.save({"a": 1}, path)
         note = folder / "a.pt.ttp-xxh3"
         note.unlink()
-        note.mkdir()  # the next one cannot be written, and this cannot be removed
+        note.mkdir()  # the next note cannot be written, and this note cannot be removed
         torch.save({"a": 2}, folder / "a.pt")
     regular_folder.publish_regular(tmp_path, 3)
-    found = {entry.path: entry.xxh3_128 for entry in manifest.read(tmp_path / "iter_0000003").files}
-    assert found == {name: None, "a.pt": None}
+    checksums = {entry.path: entry.xxh3_128 for entry in manifest.read(tmp_path / "iter_0000003").files}
+    assert checksums == {name: None, "a.pt": None}
 
 
 def test_a_note_of_an_earlier_file_is_not_read(tmp_path: Path) -> None:
@@ -310,27 +305,25 @@ def test_a_note_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest
     assert manifest.defects(tmp_path / "iter_0000003") == []
 
 
-def test_the_tensors_of_torch_dist_have_a_checksum_before_their_writer_says_that_they_are_written(
-    tmp_path: Path,
-) -> None:
+def test_torch_dist_tensors_have_a_checksum_before_their_writer_reports_them(tmp_path: Path) -> None:
     folder = tmp_path / naming.regular_name(3)
     folder.mkdir()
     file = folder / "__0_0.distcp"
     file.write_bytes(b"tensors")
-    found = []
+    noted = []
 
     class Results:
         def put(self, result: str) -> None:
-            found.append((result, regular_folder.noted_entries(folder, [file])))
+            noted.append((result, regular_folder.noted_entries(folder, [file])))
 
     results = Results()
     saves().hashing(file, results).put("written")
-    assert found == [("written", [FileEntry("__0_0.distcp", 7, hashing.hash_file(file))])]
+    assert noted == [("written", [FileEntry("__0_0.distcp", 7, hashing.hash_file(file))])]
     elsewhere = tmp_path / "x.distcp"
     assert saves().hashing(elsewhere, results) is results
 
 
-def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
+def test_unhashed_files_get_a_checksum_unless_they_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = tmp_path / naming.regular_name(3)
@@ -351,14 +344,14 @@ def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
 
 @pytest.fixture
 def _node_1(monkeypatch: pytest.MonkeyPatch, rank_0: None) -> None:
-    """The first rank of the second node, in ttprun."""
+    """Act as the first rank of the second node, under ttprun."""
     monkeypatch.setattr(context.part(WorkerPlace), "node", 1)
     monkeypatch.setattr(context.part(Generation), "name", "0f3a5c21")
 
 
 @pytest.mark.usefixtures("_node_1")
 def test_a_save_on_a_disk_of_the_node_gets_its_name_there(tmp_path: Path) -> None:
-    """The node of rank 0 cannot give it."""
+    """Node 0 cannot rename on that disk."""
     with saves().regular(str(tmp_path), 3):
         (Path(saves().renamed(str(tmp_path / "iter_0000003"))) / "shard.pt").write_bytes(b"of this node")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
@@ -371,19 +364,19 @@ def test_a_save_on_a_disk_of_the_node_gets_its_name_there(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("why", ["the lease is seen", "it has its name", "an exception"])
+@pytest.mark.parametrize("reason", ["the lease is seen", "it has its name", "an exception"])
 @pytest.mark.usefixtures("_node_1")
-def test_a_shared_save_gets_its_name_from_rank_0_alone(why: str, tmp_path: Path) -> None:
+def test_a_shared_save_gets_its_name_from_rank_0_alone(reason: str, tmp_path: Path) -> None:
     saving = tmp_path / naming.regular_name(3, "0f3a5c21")
-    if why == "the lease is seen":
+    if reason == "the lease is seen":
         owner = Owner.of(os.getpid())
         lease = LeaseContent(**msgspec.structs.asdict(owner), generation="0f3a5c21")
         (tmp_path / naming.LEASE).write_bytes(msgspec.json.encode(lease))
     with contextlib.suppress(ZeroDivisionError), saves().regular(str(tmp_path), 3):
         (saving / "shard.pt").write_bytes(b"of this node")
-        if why == "it has its name":
+        if reason == "it has its name":
             saving.rename(tmp_path / "iter_0000003")
-        elif why == "an exception":
+        elif reason == "an exception":
             raise ZeroDivisionError
     assert not (tmp_path / TRACKER).exists()
     assert not (tmp_path / "iter_0000003" / MANIFEST).exists()
@@ -393,7 +386,7 @@ def test_a_shared_save_gets_its_name_from_rank_0_alone(why: str, tmp_path: Path)
 def test_an_older_version_on_its_way_out_is_no_save_of_this_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared folder without a lease, in which a step is saved again; the disk removes files slowly."""
+    """A shared folder without a lease, in which a step is saved again while the disk slowly removes files."""
     saving = tmp_path / naming.regular_name(3, "0f3a5c21")
     for content in (b"older", b"newer"):
         with saves().regular(str(tmp_path), 3):
@@ -408,7 +401,7 @@ def test_an_older_version_on_its_way_out_is_no_save_of_this_node(
 def test_a_disk_that_does_not_tell_whose_it_is_stops_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared folder without a lease, which rank 0 has named; the answer to this node gets lost."""
+    """A shared folder without a lease: rank 0 has renamed it, and this node's answer is lost."""
 
     def rename(path: Path, target: Path) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
@@ -421,8 +414,8 @@ def test_a_disk_that_does_not_tell_whose_it_is_stops_no_job(
     assert not (tmp_path / TRACKER).exists()
 
 
-def test_of_nodes_that_share_another_disk_one_takes_a_save(tmp_path: Path) -> None:
-    """Beside what an incident has left of the same step."""
+def test_nodes_that_share_another_disk_name_a_save_once(tmp_path: Path) -> None:
+    """A folder left by an incident at the same step is on the disk, too."""
     saving = tmp_path / naming.regular_name(3, "0f3a5c21")
     for folder in (saving, tmp_path / naming.abandoned_name(saving.name)):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""torch's rendezvous, as the agent has it."""
+"""torch's rendezvous as the agent uses it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ from tests.ports import free_port
 from tests.unit.threads import LONG_S
 
 
-class Handler:
-    """What asks a store that may be gone."""
-
+class RendezvousHandler:
     settings: object = "as they are"
 
     def __init__(self, answer: int | Exception) -> None:
@@ -50,23 +48,23 @@ class Handler:
 
 
 def test_a_rendezvous_that_is_gone_with_its_node() -> None:
-    """The agent goes on watching its workers, which are asked for their state."""
-    assert Rendezvous(Handler(RendezvousConnectionError())).nodes_that_wait == 0
+    """The agent keeps monitoring its workers."""
+    assert Rendezvous(RendezvousHandler(RendezvousConnectionError())).nodes_that_wait == 0
 
 
 def test_nodes_that_wait_are_counted() -> None:
-    assert Rendezvous(Handler(2)).nodes_that_wait == 2
+    assert Rendezvous(RendezvousHandler(2)).nodes_that_wait == 2
 
 
-def test_all_else_is_torch_s() -> None:
-    assert Rendezvous(Handler(0)).settings == "as they are"
-    assert not hasattr(Rendezvous(Handler(0)), "nothing")
+def test_other_attributes_are_torch_s() -> None:
+    assert Rendezvous(RendezvousHandler(0)).settings == "as they are"
+    assert not hasattr(Rendezvous(RendezvousHandler(0)), "nothing")
     with pytest.raises(RendezvousClosedError):
-        _ = Rendezvous(Handler(RendezvousClosedError())).nodes_that_wait
+        _ = Rendezvous(RendezvousHandler(RendezvousClosedError())).nodes_that_wait
 
 
-class Late(Handler):
-    """A node that the job takes in at the second try; `trains`: the job goes on without it until then."""
+class Late(RendezvousHandler):
+    """A rendezvous that the node joins at the second attempt; `trains`: the job trains meanwhile."""
 
     _this_node = "this one"
     settings = SimpleNamespace(min_nodes=1, max_nodes=2)
@@ -85,7 +83,7 @@ class Late(Handler):
 
 
 def test_a_node_waits_as_long_as_the_job_trains_without_it() -> None:
-    """torch's limit (10 minutes) is for nodes that meet."""
+    """torch's limit of 10 minutes applies only to nodes that start together."""
     meeting = Rendezvous(Late(trains=True), "node0:1", 2)
     assert meeting.missing == "the job at node0:1, which trains, to take this node in"
     assert meeting.next_rendezvous() == "met"
@@ -96,21 +94,21 @@ def test_a_node_waits_as_long_as_the_job_trains_without_it() -> None:
 
 
 def _node(port: int, address: str) -> Any:
-    """A node of a job of one node, which is put in order."""
+    """A node of a job of one node, with the adaptor's order of nodes."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     backend = C10dRendezvousBackend(store, "job")
-    made = DynamicRendezvousHandler.from_backend("job", store, backend, 1, 1, address)
-    dynamic_nodes.put_in_order(made, has_store=False)
-    return made
+    handler = DynamicRendezvousHandler.from_backend("job", store, backend, 1, 1, address)
+    dynamic_nodes.put_in_order(handler, has_store=False)
+    return handler
 
 
 def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
-    """Whatever its address is; torch, which sorts them, would make it node 0."""
+    """Regardless of its address; torch sorts by address and would make it node 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, beside = _node(store.port, "127.0.0.3"), _node(store.port, "127.0.0.4")
+    first, second = _node(store.port, "127.0.0.3"), _node(store.port, "127.0.0.4")
     assert first.next_rendezvous().rank == 0
-    later = _node(store.port, "127.0.0.2")
-    in_order = sorted(node._this_node for node in (later, beside, first))
+    late = _node(store.port, "127.0.0.2")
+    in_order = sorted(node._this_node for node in (late, second, first))
     assert [node.addr for node in in_order] == ["127.0.0.3", "127.0.0.4", "127.0.0.2"]
     first.shutdown()
 
@@ -118,25 +116,30 @@ def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
 def test_nodes_that_begin_together_come_by_address_those_with_the_store_first() -> None:
     apart = [dynamic_nodes.OrderedNode(f"127.0.0.{number}", 1, 0) for number in (2, 1)]
     ordered_node = dynamic_nodes.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
-    again = pickle.loads(pickle.dumps(dict.fromkeys((*apart, ordered_node), "")))  # as torch's state travels
-    assert [node.addr for node in sorted(again)] == ["127.0.0.3", "127.0.0.1", "127.0.0.2"]
-    assert set(again) == {*apart, ordered_node}
+    decoded = pickle.loads(
+        pickle.dumps(dict.fromkeys((*apart, ordered_node), ""))
+    )  # as torch's state travels
+    assert [node.addr for node in sorted(decoded)] == ["127.0.0.3", "127.0.0.1", "127.0.0.2"]
+    assert set(decoded) == {*apart, ordered_node}
 
 
 def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first() -> None:
-    """All of them try to have it; the loss of that one ends the job, so node 0 must be no other one."""
-    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """All of them try to own the store; the loss of the owner ends the job, so the owner must be node 0."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def agent(port: int, address: str) -> Any:
         rendezvous_parameters = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, 2, address)
         return Registry(registry).get_rendezvous_handler(rendezvous_parameters)
 
-    beside, has_it = agent(other.port, "127.0.0.1"), agent(free_port(), "127.0.0.2")
-    assert sorted([beside._this_node, has_it._this_node]) == [has_it._this_node, beside._this_node]
+    neighbour, store_agent = agent(store.port, "127.0.0.1"), agent(free_port(), "127.0.0.2")
+    assert sorted([neighbour._this_node, store_agent._this_node]) == [
+        store_agent._this_node,
+        neighbour._this_node,
+    ]
 
 
 def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only before its first meeting: at a restart it is one of those that move."""
+    """Only before its first rendezvous: at a restart it moves with the others."""
     monkeypatch.setattr("adaptor.launchers.rendezvous.rendezvous_handler.FIRST_S", 0.01)
     over = threading.Event()
 
@@ -146,7 +149,7 @@ def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.Monke
     def waits(event: threading.Event, limit_s: float | None = None) -> None:
         event.wait(limit_s)
 
-    handler = Handler(0)
+    handler = RendezvousHandler(0)
     handler.settings = None
     meeting = Rendezvous(handler, most_nodes=2, look=look)
     assert not waiting.is_abandoned()
@@ -198,7 +201,7 @@ def test_a_node_goes_to_the_store_of_a_moved_job_where_it_may_be_a_spare_node(
 def test_a_node_that_waits_to_be_taken_in_follows_a_job_that_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store was lost before the others have gone on. Where nobody goes on, the node ends."""
+    """The store is lost before the others continue. If nobody continues, the node ends."""
     monkeypatch.setattr(rendezvous_store, "TRY_S", 0.01)
     monkeypatch.setattr(rendezvous_store, "MOVES_S", 0.1)
     owner = Owner.of(os.getpid())

@@ -1,4 +1,4 @@
-"""Replayed micro-batches: which ranks are named for wrong gradients, and when a job stops to repeat them."""
+"""Replayed micro-batches: the ranks named for wrong gradients, and the stop of a job to repeat them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from adaptor.frameworks import state_comparison
 from adaptor.verification import replay_check
 from adaptor.verification.replay_check import SELF_TEST, ReplayCheck, ReplayRecord, decide
 
-# (own sum, sum of the repeated micro-batch, own sum the second time) of each replica with one rank.
+# Per replica of one rank: own sum, sum of the repeated micro-batch, own sum the second time.
 Sums = tuple[str, str, str]
 
 
 def _ring(*sums: Sums, ranks: int = 1) -> tuple[list[ReplayRecord], list[str]]:
-    """Replicas of `ranks` ranks each, with consecutive numbers; each is repeated by the next replica."""
+    """Return replicas of `ranks` consecutive ranks; each replica is repeated by the next one."""
     count = len(sums) * ranks
     records = [
         ReplayRecord(rank // ranks, (rank + ranks) % count, sums[rank // ranks][0], sums[rank // ranks][1])
@@ -33,7 +33,7 @@ def _ring(*sums: Sums, ranks: int = 1) -> tuple[list[ReplayRecord], list[str]]:
     [
         # Rank 0 was wrong once, and right in its own repetition.
         ([("x", "b", "a"), ("b", "a", "b")], (0,), ()),
-        # Two replicas, and rank 0 is wrong each time: it cannot be told from rank 1.
+        # Two replicas, and rank 0 is wrong each time: it cannot be distinguished from rank 1.
         ([("x", "y", "x"), ("b", "a", "b")], (), (0, 1)),
         # Rank 1 was wrong in its repetition for rank 0 alone.
         ([("a", "c", "a"), ("b", "x", "b"), ("c", "b", "c")], (), (0, 1)),
@@ -49,7 +49,7 @@ def test_ranks_are_named_where_a_repetition_shows_them(
 
 
 def test_of_several_ranks_of_a_replica_none_is_named() -> None:
-    """An error of a stage reaches the gradients of all stages."""
+    """An error of one stage reaches the gradients of all stages."""
     finding = decide(*_ring(("x", "b", "a"), ("b", "a", "b"), ranks=2), step=3)
     assert (finding.named, finding.suspects) == ((), (0, 1))
 
@@ -61,18 +61,18 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], ReplayC
     monkeypatch.setattr(replay_check.group, "of_this_job", lambda: object())
     monkeypatch.setattr(replay_check.group, "smallest", lambda everyone, numbers: [int(n) for n in numbers])
     monkeypatch.setattr(replay_check.group, "gather_all", lambda value, everyone: [value, _other(value)])
-    return lambda: ReplayCheck(2, 0, said.append)
+    return lambda: ReplayCheck(2, 0, printed_lines.append)
 
 
-said: list[str] = []
+printed_lines: list[str] = []
 
 
 def _other(value: ReplayRecord | str) -> ReplayRecord | str:
     return value if isinstance(value, str) else ReplayRecord(1, 0, value.repeated, "a")
 
 
-def _compare(check: ReplayCheck, own: str) -> None:
-    check.compare(ReplayRecord(0, 1, own, "b"), lambda: "a")
+def _compare(check: ReplayCheck, own_sum: str) -> None:
+    check.compare(ReplayRecord(0, 1, own_sum, "b"), lambda: "a")
 
 
 def test_kernels_that_differ_from_the_first_replay_on_turn_the_check_off(
@@ -80,11 +80,11 @@ def test_kernels_that_differ_from_the_first_replay_on_turn_the_check_off(
 ) -> None:
     check = job()
     check.begin()
-    said.clear()
+    printed_lines.clear()
     assert check.begin_step(2)
     _compare(check, "x")
     assert check.finding is None
-    assert len(said) == 1
+    assert len(printed_lines) == 1
     assert not check.begin_step(4)
     restarted = job()
     restarted.begin()

@@ -285,8 +285,7 @@ def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")],
+    ("text", "words"), [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")]
 )
 def test_a_tracker_that_names_nothing(root: Path, text: str, words: str) -> None:
     """Else the framework would end with code 0."""

@@ -1,4 +1,4 @@
-"""What the last line advises where a shard has no live holder: nothing that was done already."""
+"""The advice of the last line for a shard without a live holder: nothing already done."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _given(index: int, count: int, group: str) -> Share:
     return Share(group, index, count, can_write=False)
 
 
-# Experts of their own on each of two ranks: group a is of rank 0, b of rank 1; shards 0 and 1 are the dense
-# ones, shard 2 is that of the experts.
+# Two ranks with different experts: group a belongs to rank 0, b to rank 1; shards 0 and 1 are the dense
+# shards, shard 2 holds the experts.
 EXPERTS_ALONE = (
     [_own(0, 3, "a"), _given(0, 3, "b"), _own(2, 3, "a")],
     [_own(1, 3, "b"), _given(1, 3, "a"), _own(2, 3, "b")],

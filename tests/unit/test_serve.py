@@ -1,4 +1,4 @@
-"""What `ttp serve` answers about a job, and `ttp goodput`; the files are those that ttprun writes."""
+"""`ttp serve` and `ttp goodput`, on files as ttprun writes them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 BEGAN = 1_700_000_000.0
 
 
-def event(at: float, what: str, step: int | None = None, generation: int = 1) -> Event:
-    return Event(time=utc(BEGAN + at), job="j", generation=generation, incident=None, type=what, step=step)
+def event(at: float, kind: str, step: int | None = None, generation: int = 1) -> Event:
+    return Event(time=utc(BEGAN + at), job="j", generation=generation, incident=None, type=kind, step=step)
 
 
 def incident(number: int = 1, *, lost: int | None = 2) -> IncidentRecord:
@@ -149,16 +149,15 @@ def job(tmp_path: Path) -> Path:
 
 
 def server_of(
-    where: Path,
+    folder: Path,
     host: str = "127.0.0.1",
     *,
     token: Path | None = None,
     certificate: tuple[Path, Path] | None = None,
 ) -> serve.Server:
-    """Return a server at any port that is free."""
     address = HostPort(host, 0)
     clients = access.clients(address, token, certificate)
-    return serve.Server(where, access.listen(address), clients)
+    return serve.Server(folder, access.listen(address), clients)
 
 
 @contextmanager
@@ -185,20 +184,20 @@ def get(
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """The samples of a page: `name{label=value,...}` and the number."""
-    found = {}
+    """The samples of a page by `name{label=value,...}`."""
+    values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
 
 
 def test_the_metrics_of_a_job(job: Path) -> None:
     with served(server_of(job.parent)) as address:
         code, text = get(f"http://{address}/metrics", {"Accept": OPENMETRICS})
     assert code == 200
-    found = metrics_of(text)
+    values = metrics_of(text)
     expected = {
         "ttp_running": 1,
         "ttp_protected": 1,
@@ -235,12 +234,12 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_time_seconds_total{state=startup}": 10,
         "ttp_time_seconds_total{state=recovery}": 8,
     }
-    assert {name: found.get(name) for name in expected} == expected
-    assert not [name for name in found if "rank=" in name]
+    assert {name: values.get(name) for name in expected} == expected
+    assert not [name for name in values if "rank=" in name]
 
 
 def test_the_page_names_each_metric(job: Path) -> None:
-    """docs/operations.md, against what is served."""
+    """docs/operations.md lists every served metric."""
     text = exposition(JobReader(job), CheckpointSummary(1, 1.0, 1), OPENMETRICS)[0].decode()
     served = {family.name for family in text_string_to_metric_families(text)}
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
@@ -258,26 +257,26 @@ def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -
 
     folder = tmp_path / "save" / naming.final_name(8)
     folder.mkdir(parents=True)
-    made = Manifest.now(8, [FileEntry("a", 1000, None), FileEntry("b", 24, None)], {}, 2)
-    (folder / naming.MANIFEST).write_bytes(made.encode())
+    written = Manifest.now(8, [FileEntry("a", 1000, None), FileEntry("b", 24, None)], {}, 2)
+    (folder / naming.MANIFEST).write_bytes(written.encode())
     (tmp_path / "save" / naming.TRACKER).write_text("8")
     (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(save=str(tmp_path / "save"))))
     server = server_of(job)
     with served(server) as address:
         assert server.newest.looked.wait(60)
-        found = metrics_of(get(f"http://{address}/metrics", {"Accept": OPENMETRICS})[1])
-    assert (found["ttp_checkpoint_step"], found["ttp_checkpoint_bytes"]) == (8, 1024)
+        values = metrics_of(get(f"http://{address}/metrics", {"Accept": OPENMETRICS})[1])
+    assert (values["ttp_checkpoint_step"], values["ttp_checkpoint_bytes"]) == (8, 1024)
 
 
 def test_the_files_of_a_job(job: Path) -> None:
     with served(server_of(job.parent)) as address:
         base = f"http://{address}"
         assert json.loads(get(f"{base}/api/v1/status")[1])["step"] == 18
-        (one,) = json.loads(get(f"{base}/api/v1/incidents")[1])
-        assert one["cause"]["kind"] == "signal"
-        assert "events" not in one
-        assert json.loads(get(f"{base}/api/v1/incidents/{one['id']}")[1])["events"]
-        assert [each["type"] for each in json.loads(get(f"{base}/api/v1/events?limit=2")[1])] == [
+        (listed,) = json.loads(get(f"{base}/api/v1/incidents")[1])
+        assert listed["cause"]["kind"] == "signal"
+        assert "events" not in listed
+        assert json.loads(get(f"{base}/api/v1/incidents/{listed['id']}")[1])["events"]
+        assert [entry["type"] for entry in json.loads(get(f"{base}/api/v1/events?limit=2")[1])] == [
             "training",
             "gone-on",
         ]
@@ -287,42 +286,42 @@ def test_the_files_of_a_job(job: Path) -> None:
         for path in ("/api/v1/incidents/..%2f..%2fstatus", "/api/v1/incidents/none", "/nothing"):
             assert get(f"{base}{path}")[0] == 404
         for limit in ("0", "1001", "000000001000000", "9" * 40, "x"):
-            code, words = get(f"{base}/api/v1/events?limit={limit}")
-            assert (code, words.endswith("it must be a number from 1 to 1000\n")) == (400, True)
+            code, text = get(f"{base}/api/v1/events?limit={limit}")
+            assert (code, text.endswith("it must be a number from 1 to 1000\n")) == (400, True)
         for path in (f"/api/v1/incidents/{'a' * 300}", "/api/v1/events?limit=%"):
             assert get(f"{base}{path}")[0] == 400
 
 
 def test_a_job_is_served_until_it_has_ended(job: Path) -> None:
-    """Two jobs write to one log folder; each is its newest once in a second."""
-    other = job.parent / "k"
-    (other / "incidents").mkdir(parents=True)
+    """Two jobs write to one log folder; each is in turn the newest."""
+    newer_job = job.parent / "k"
+    (newer_job / "incidents").mkdir(parents=True)
 
     def write(folder: Path, **changes: object) -> None:
         (folder / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(job=folder.name, **changes)))
 
     with served(server_of(job.parent)) as address:
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
-        write(other)
+        write(newer_job)
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
         write(job, state="ended")
-        write(other)
+        write(newer_job)
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "k"
 
 
-def test_so_many_clients_and_no_more(job: Path) -> None:
-    """Those that say nothing hold a thread each; another one is turned away, and served when one has gone."""
+def test_the_number_of_clients_is_limited(job: Path) -> None:
+    """Each silent client holds a thread; a further client is refused, and served once one has left."""
     with served(server_of(job)) as address:
         host, _, port = address.partition(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(serve.MOST_CLIENTS)]
         with socket.create_connection((host, int(port))) as one_more:
             assert one_more.recv(1) == b""
-        for each in silent:
-            each.close()
+        for connection in silent:
+            connection.close()
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"state": "ended"}, "the job has ended"),
         ({"state": "incident"}, "the job is not training: incident"),
@@ -331,14 +330,14 @@ def test_so_many_clients_and_no_more(job: Path) -> None:
         ({"time": utc(BEGAN)}, "no status was written for"),
     ],
 )
-def test_a_job_is_not_ready(job: Path, changes: dict[str, object], words: str) -> None:
+def test_a_job_is_not_ready(job: Path, changes: dict[str, object], message: str) -> None:
     (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(**changes)))
     with served(server_of(job)) as address:
         code, text = get(f"http://{address}/readyz")
-    assert (code, text.startswith(words)) == (503, True)
+    assert (code, text.startswith(message)) == (503, True)
 
 
-def test_nothing_can_be_changed(job: Path) -> None:
+def test_the_server_is_read_only(job: Path) -> None:
     with served(server_of(job)) as address:
         connection = http.client.HTTPConnection(address)
         for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
@@ -383,7 +382,7 @@ def test_a_client_without_a_thread_for_its_end_takes_no_place(
         assert get(f"http://{address}/healthz")[0] == 200
 
 
-def test_a_folder_that_goes_away_is_said(job: Path) -> None:
+def test_a_removed_folder_is_reported(job: Path) -> None:
     with served(server_of(job.parent)) as address:
         job.rename(job.parent.parent / "gone")
         code, text = get(f"http://{address}/metrics")
@@ -393,7 +392,7 @@ def test_a_folder_that_goes_away_is_said(job: Path) -> None:
         assert get(f"http://{address}/metrics")[0] == 200
 
 
-def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_path: Path) -> None:
+def test_an_external_address_needs_a_token_and_tls(job: Path, tmp_path: Path) -> None:
     with pytest.raises(access.ServeError, match="other machines reach this address"):
         server_of(job, "0.0.0.0")
     token = tmp_path / "token"
@@ -415,7 +414,7 @@ def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_p
         assert get(url, {"Authorization": "Bearer a-word-that-nobody-guesses"}, trusts)[0] == 200
 
 
-def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_one_line(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(server_of(job)) as address:
         port = address.partition(":")[2]
         assert ttp.main(["serve", str(job), "--port", port]) == terminal.USAGE
@@ -431,14 +430,14 @@ def test_a_taken_port_ends_ttprun_only_before_the_first_workers(
         with pytest.raises(ConfigError, match=f"^TTP_SERVE is {address}: the address cannot be had"):
             hooks.has_controller(job, took_over=False)
         operations_hooks = OperationsHooks(config.load({"TTP_SERVE": address}))
-        operations_hooks.begins(1, 2)  # another node has the controller
+        operations_hooks.begins(1, 2)  # the controller is on another node
         operations_hooks.begins(0, 1)
         operations_hooks.has_controller(job, took_over=False)
         output.finish()
     assert f"this node does not serve the job: TTP_SERVE is {address}: " in capsys.readouterr().err
 
 
-# Calls `interrupt` on the main thread before its wait for a client's thread ends; the client has its answer.
+# Calls `interrupt` on the main thread while it still waits for the thread of an answered client.
 WHERE_IT_STARTS_A_THREAD = """
 import threading
 start = threading.Thread.start
@@ -450,7 +449,7 @@ def interrupted(thread):
 threading.Thread.start = interrupted
 """
 RAISED = "interrupt = lambda: signal.raise_signal(signal.SIGINT)"
-# As Python has it where the signal comes between the two lines of a lock's release in `Condition.wait`.
+# As when the signal comes between the two lines that release the lock in `Condition.wait`.
 REPLACED = """
 def interrupt():
     try:
@@ -461,7 +460,7 @@ def interrupt():
 
 
 @pytest.mark.parametrize(
-    "before",
+    "setup",
     [
         "",
         f"{RAISED}\n{WHERE_IT_STARTS_A_THREAD}",
@@ -470,24 +469,24 @@ def interrupt():
     ],
     ids=["waiting", "starting", "replaced", "dropped"],
 )
-def test_the_command_says_where_it_serves(before: str, job: Path) -> None:
-    program = f"{HEARS_CTRL_C}\n{before}\nfrom adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
+def test_the_command_says_where_it_serves(setup: str, job: Path) -> None:
+    program = f"{HEARS_CTRL_C}\n{setup}\nfrom adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     with subprocess.Popen(
         [sys.executable, "-c", program, "serve", str(job), "--port", "0", "--json"],
         stdout=subprocess.PIPE,
         text=True,
     ) as command:
         assert command.stdout is not None
-        said = json.loads(command.stdout.readline())
-        assert said["folder"] == str(job)
-        assert get(f"{said['url']}/api/v1/status")[0] == 200
-        if not before:
+        answer = json.loads(command.stdout.readline())
+        assert answer["folder"] == str(job)
+        assert get(f"{answer['url']}/api/v1/status")[0] == 200
+        if not setup:
             command.send_signal(signal.SIGINT)
     assert command.returncode == 130
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http", ""])
-def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_port_is_one_line(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ttp.main(["serve", "--port", port])
     assert "it must be a number from 0 to 65535" in capsys.readouterr().err
@@ -514,8 +513,8 @@ def summary(number: int = 1, *, lost: int | None = 2) -> IncidentSummary:
     return msgspec.convert(msgspec.to_builtins(incident(number, lost=lost)), IncidentSummary)
 
 
-def test_goodput_of_a_ttprun_that_could_not_say_that_it_ended() -> None:
-    """SIGKILL or power, in training and in a recovery; the time in between is not known to be productive."""
+def test_goodput_of_a_ttprun_that_was_killed() -> None:
+    """In training and in a recovery; the time until the next start may not have been productive."""
     events = [
         event(0, "generation"),
         event(10, "training", 0),
@@ -540,12 +539,12 @@ def test_goodput_of_a_ttprun_that_could_not_say_that_it_ended() -> None:
 
 
 def test_goodput_before_the_first_step_of_a_new_start() -> None:
-    """The newest step is not known then; what was lost is no reason to call all of the time wasted."""
+    """The newest step is unknown then; the lost steps do not make all of the time wasted."""
     assert goodput(EVENTS, [summary()], newest=None, until=BEGAN + 100).seconds["wasted"] < 20
 
 
 def test_goodput() -> None:
-    # 40 s and 42 s of training for 18 steps that count and 2 that were lost: 4.1 s a step.
+    # 40 s and 42 s of training for 18 kept and 2 lost steps: 4.1 s a step.
     spent = goodput(EVENTS, [summary()], newest=18, until=BEGAN + 100)
     assert spent == Goodput(
         seconds={
@@ -562,8 +561,8 @@ def test_goodput() -> None:
     )
 
 
-def test_goodput_without_what_ranks_do_besides_steps() -> None:
-    """82 s of training: 20 s of them wait for data, evaluate and save; 2 of 20 steps were lost."""
+def test_goodput_excludes_work_besides_steps() -> None:
+    """82 s of training: 20 s of data waits, evaluation and saves; 2 of 20 steps were lost."""
     uses = {"data": 2.0, "evaluation": 12.0, "save": 5.0, "other": 1.0, "of a later version": 40.0}
     loads = iter(("4.5", "2.25"))
     events = [
@@ -612,7 +611,7 @@ def test_goodput_of_a_job_that_was_started_again() -> None:
 
 
 def test_goodput_of_a_job_that_has_ended_with_a_state_that_is_lost() -> None:
-    """4 s a step; of 10 steps 3 are in a checkpoint, and nobody has trained the others again."""
+    """4 s a step; 3 of 10 steps are in a checkpoint, and the others were never trained again."""
     events = [
         event(0, "generation"),
         event(10, "training", 0),
@@ -624,27 +623,27 @@ def test_goodput_of_a_job_that_has_ended_with_a_state_that_is_lost() -> None:
     assert (spent.seconds["productive"], spent.seconds["wasted"]) == (pytest.approx(12), pytest.approx(28))
 
 
-@pytest.mark.parametrize("known", [[], [7]])
-def test_steps_lost_that_nobody_knows_are_not_0(known: list[int]) -> None:
-    incidents = [summary(number, lost=lost) for number, lost in enumerate([None, *known])]
+@pytest.mark.parametrize("known_losses", [[], [7]])
+def test_steps_lost_that_nobody_knows_are_not_0(known_losses: list[int]) -> None:
+    incidents = [summary(number, lost=lost) for number, lost in enumerate([None, *known_losses])]
     spent = goodput(EVENTS, incidents, newest=18, until=BEGAN + 100)
     assert spent.lost is None
     assert cli._goodput_lines(spent)[-1].endswith(" steps, how many more were lost is not known")
-    found = {
+    values = {
         sample.name: sample.value for family in serve._of_incidents(incidents) for sample in family.samples
     }
-    assert found.get("ttp_steps_lost_total") == (7 if known else None)
-    assert found["ttp_incidents_of_unknown_loss"] == 1
+    assert values.get("ttp_steps_lost_total") == (7 if known_losses else None)
+    assert values["ttp_incidents_of_unknown_loss"] == 1
 
 
-@pytest.mark.parametrize("still", ["30.0", "1e9"])
-def test_goodput_of_a_hang(still: str) -> None:
-    """The seconds in which nothing moved are none of training; the event before them bounds them."""
-    noticed = msgspec.structs.replace(event(50, "fault-noticed"), data={"still": still})
+@pytest.mark.parametrize("still_s", ["30.0", "1e9"])
+def test_goodput_of_a_hang(still_s: str) -> None:
+    """The seconds without progress count as no training; the previous event bounds them."""
+    noticed = msgspec.structs.replace(event(50, "fault-noticed"), data={"still": still_s})
     spent = goodput(
         [event(0, "generation"), event(10, "training", 0), noticed], [], newest=9, until=BEGAN + 60
     )
-    training = 10 if still == "30.0" else 0
+    training = 10 if still_s == "30.0" else 0
     assert (spent.seconds["productive"], spent.seconds["recovery"]) == (training, 50 - training)
 
 
@@ -654,9 +653,9 @@ def test_goodput_of_clocks_that_disagree_is_never_negative() -> None:
     assert all(seconds >= 0 for seconds in spent.seconds.values())
 
 
-def test_goodput_in_words(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput_as_text(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (job / records.EVENTS_FILE).open("ab") as file:
-        file.write(b'{"time": "20')  # it is being written
+        file.write(b'{"time": "20')  # a line being written
     (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(time=utc(BEGAN + 100))))
     assert ttp.main(["goodput", str(job)]) == terminal.OK
     last = capsys.readouterr().out.splitlines()[-1]

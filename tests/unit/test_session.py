@@ -1,4 +1,4 @@
-"""The session: what the main thread tells the board, and what the processor may take of it at any moment."""
+"""The session: the main thread's reports to the board, and the state the processor may read at any moment."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Worker:
     trainee: CountingTrainee
     loop: Loop
     changed: Watched
-    said: list[tuple[object, int]] = field(default_factory=list)
+    reports: list[tuple[object, int]] = field(default_factory=list)
     broke: list[str] = field(default_factory=list)
     protected: list[int] = field(default_factory=list)
 
     @property
     def board(self) -> BoardRecord:
-        """What the agent reads."""
+        """The board as the agent reads it."""
         return self.memory.read(0)
 
     @property
@@ -47,11 +47,11 @@ class Worker:
 
     @property
     def gives(self) -> list[int]:
-        """The steps that it provides."""
+        """The steps that the worker provides."""
         return [step for step in range(20) if self.board.provides(step)]
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
-        """As the processor does it."""
+        """Bring the worker to a step as the processor does."""
         self.session.door.let_through(step)
         self.session.freezer.bring_to(step, wake, timeout_s)
 
@@ -63,18 +63,18 @@ class Worker:
 
 def make(optimizers: int = 1) -> Iterator[Worker]:
     memory = BoardMemory([0])
-    said: list[tuple[object, int]] = []
+    reports: list[tuple[object, int]] = []
     broke: list[str] = []
     protected: list[int] = []
     session = Session(
         Board(0, memory.path, memory.slots),
-        lambda *heard: said.append(heard),
+        lambda *report: reports.append(report),
         lambda error: broke.append(error),
         lambda trainee, step: protected.append(step),
     )
     trainee = CountingTrainee()
     loop = Loop(session, trainee, optimizers)
-    yield Worker(session, memory, trainee, loop, watched(session.door), said, broke, protected)
+    yield Worker(session, memory, trainee, loop, watched(session.door), reports, broke, protected)
     memory.close()
 
 
@@ -94,14 +94,14 @@ def frozen() -> Iterator[Worker]:
 
 
 def record(step: int, scale: float = 1024.0) -> Record:
-    """What a trainee that began at step 0 has at the end of `step`."""
+    """Return the record at the end of `step` of a trainee that began at step 0."""
     return Record(step, step * BATCH, scale)
 
 
 # the board
 
 
-def test_before_training_begins_nothing_is_promised(worker: Worker) -> None:
+def test_before_training_no_step_is_provided(worker: Worker) -> None:
     assert worker.stands == ("STARTING", -1, -1)
     worker.session.begin_step(1)
     worker.session.before_update(worker.loop.inner[0])
@@ -113,7 +113,7 @@ def test_before_training_begins_nothing_is_promised(worker: Worker) -> None:
 
 def test_steps_are_told_to_the_board(worker: Worker) -> None:
     worker.loop.begin(4)
-    assert worker.said == [(worker.trainee, 4)]
+    assert worker.reports == [(worker.trainee, 4)]
     assert worker.stands == ("RUNNING", 4, 4)
     worker.loop.step(5)
     assert worker.stands == ("RUNNING", 5, 5)
@@ -124,15 +124,15 @@ def test_steps_are_told_to_the_board(worker: Worker) -> None:
     assert worker.board.ahead == 6
     worker.session.after_update(worker.loop.inner[0])
     assert worker.stands == ("RUNNING", 6, 6)
-    assert worker.board.grad_norm == 1.5  # of step 5: that of step 6 comes with the next write
+    assert worker.board.grad_norm == 1.5  # of step 5: the norm of step 6 comes with the next write
 
 
 def test_the_board_says_ready_before_the_barrier(worker: Worker) -> None:
-    seen = []
-    worker.trainee.barrier = lambda: seen.append((worker.stands, worker.board.ahead))
+    at_barrier = []
+    worker.trainee.barrier = lambda: at_barrier.append((worker.stands, worker.board.ahead))
     worker.loop.begin(4)
     worker.loop.step(5)
-    assert seen == [(("READY", 4, 4), 5)]
+    assert at_barrier == [(("READY", 4, 4), 5)]
 
 
 def test_the_first_of_a_chain_opens_the_window_and_the_last_closes_it(chain_of_two: Worker) -> None:
@@ -152,24 +152,24 @@ def test_the_first_of_a_chain_opens_the_window_and_the_last_closes_it(chain_of_t
 
 def test_a_rank_that_trains_nothing_passes_the_door_with_the_others(frozen: Worker) -> None:
     worker = frozen
-    seen = []
-    worker.trainee.barrier = lambda: seen.append((worker.stands, worker.board.ahead))
+    at_barrier = []
+    worker.trainee.barrier = lambda: at_barrier.append((worker.stands, worker.board.ahead))
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.update_nothing()
     worker.session.end_update(True, 1.5)
-    assert seen == [(("READY", 4, 4), 5)]
+    assert at_barrier == [(("READY", 4, 4), 5)]
     assert worker.stands == ("RUNNING", 5, 5)
 
 
-def test_who_trains_something_has_the_door_in_its_optimizer(worker: Worker) -> None:
+def test_a_training_rank_has_the_door_in_its_optimizer(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.update_nothing()
     assert worker.stands == ("RUNNING", 4, 4)
 
 
-def test_an_optimizer_of_someone_else_is_no_update(worker: Worker) -> None:
+def test_another_optimizer_makes_no_update(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.before_update(object())
@@ -179,13 +179,17 @@ def test_an_optimizer_of_someone_else_is_no_update(worker: Worker) -> None:
     assert worker.stands == ("UPDATING", 5, 4)
 
 
-def test_the_step_of_someone_else_s_optimizer_ends_nothing(worker: Worker, frozen: Worker) -> None:
-    """As that of a discriminator, before the optimizer that is trained has made its update."""
-    for one in (worker, frozen):
-        one.loop.begin(4)
-        one.session.begin_step(5, ends_with_update=True)
-        one.session.end_update(False, 7.0, [object()])
-        assert (one.board.finished, one.board.inside, one.board.grad_norm) == (4, 5, 0.0)
+def test_the_step_of_another_optimizer_ends_no_step(worker: Worker, frozen: Worker) -> None:
+    """For example a discriminator's, before the trained optimizer has made its update."""
+    for ranks_worker in (worker, frozen):
+        ranks_worker.loop.begin(4)
+        ranks_worker.session.begin_step(5, ends_with_update=True)
+        ranks_worker.session.end_update(False, 7.0, [object()])
+        assert (ranks_worker.board.finished, ranks_worker.board.inside, ranks_worker.board.grad_norm) == (
+            4,
+            5,
+            0.0,
+        )
     worker.session.end_update(False, 1.5, worker.loop.inner)
     frozen.session.end_update(False, 1.5, [])
     assert worker.board.inside == frozen.board.inside == -1
@@ -226,7 +230,7 @@ def test_one_of_two_optimizers_that_tells_of_no_update(chain_of_two: Worker) -> 
     worker.session.require_hooks(last)
     worker.session.after_update(first)
     worker.session.require_hooks(first)
-    worker.session.end_update(True, 1.5, [first])  # as in older chains: the other one may come
+    worker.session.end_update(True, 1.5, [first])  # as in older chains: the second optimizer may follow
     assert worker.stands == ("UPDATING", 5, 4)
     with pytest.raises(UnsupportedError, match="no hook has told of"):
         worker.session.end_update(True, 1.5, [first, last])
@@ -256,7 +260,7 @@ def test_skipped_steps_before_the_first_update_are_none_to_save(worker: Worker) 
 def test_steps_that_the_framework_leaves_out_count_as_skipped(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.loop.step(5)
-    worker.trainee.samples += 2 * BATCH  # steps 6 and 7
+    worker.trainee.samples += 2 * BATCH  # steps 6 and 7 are left out
     worker.session.begin_step(8)
     assert worker.stands == ("RUNNING", 5, 7)
     assert worker.session.record_of(7) == record(7)
@@ -278,7 +282,7 @@ def test_the_record_of_a_finished_step_is_derived_until_the_next_step_begins(wor
     worker.loop.begin(0)
     worker.session.begin_step(1)
     worker.loop.update(1)
-    assert worker.trainee.samples == 0  # the framework has yet to count
+    assert worker.trainee.samples == 0  # the framework has not counted yet
     assert worker.session.record_of(1) == record(1)
     assert worker.trainee.derived == [1]
     worker.trainee.samples += BATCH
@@ -289,7 +293,7 @@ def test_the_record_of_a_finished_step_is_derived_until_the_next_step_begins(wor
 
 
 def test_a_record_at_the_door(worker: Worker) -> None:
-    """Both the step before the door and the one behind it."""
+    """For the step before the door and for the step behind it."""
     worker.loop.begin(0)
     worker.loop.step(1)
     worker.session.begin_step(2)
@@ -311,7 +315,7 @@ def test_records_of_skipped_steps(worker: Worker) -> None:
     assert worker.session.record_of(4) == Record(4, 4 * BATCH, 1022.0)
 
 
-def test_only_records_that_may_be_asked_for_are_kept(worker: Worker) -> None:
+def test_only_needed_records_are_kept(worker: Worker) -> None:
     worker.loop.begin(0)
     for step in range(1, 50):
         worker.loop.step(step)
@@ -332,7 +336,7 @@ def test_training_that_begins_again_has_no_older_steps(worker: Worker) -> None:
 
 
 def test_a_record_can_be_had_while_the_main_thread_takes_it(worker: Worker) -> None:
-    """A dump that starts in the very moment in which the next step begins: no lock, and no gap."""
+    """A dump starts just as the next step begins: no lock is held and no record is missing."""
     taken = []
 
     def dump_at_this_moment() -> None:
@@ -353,7 +357,7 @@ def test_a_record_can_be_had_while_the_main_thread_takes_it(worker: Worker) -> N
 
 @pytest.mark.usefixtures("restless")
 def test_records_in_any_race(worker: Worker) -> None:
-    """The main thread trains as fast as it can, every fifth step is skipped; what is found is right."""
+    """The main thread trains at full speed, skipping every fifth step; every record found is right."""
     stop = threading.Event()
     worker.loop.begin(0)
 
@@ -368,11 +372,11 @@ def test_records_in_any_race(worker: Worker) -> None:
             for _ in range(2000):
                 step = worker.session.board.finished
                 try:
-                    found = worker.session.record_of(step)
+                    state = worker.session.record_of(step)
                 except LookupError:
                     assert worker.session.board.finished > step or step == 0
                 else:
-                    assert found == record(step, 1024.0 - step // 5)
+                    assert state == record(step, 1024.0 - step // 5)
         finally:
             stop.set()
 
@@ -411,7 +415,7 @@ def test_a_freeze_during_the_update_waits_for_its_end(chain_of_two: Worker) -> N
     assert not board.provides(4)
 
 
-def test_a_freeze_that_comes_in_vain_promises_nothing(worker: Worker) -> None:
+def test_a_freeze_that_times_out_provides_no_step(worker: Worker) -> None:
     """The update does not end, or a regular save is being published: this rank is no holder."""
     worker.loop.begin(4)
     worker.session.begin_step(5)
@@ -420,7 +424,7 @@ def test_a_freeze_that_comes_in_vain_promises_nothing(worker: Worker) -> None:
 
 
 def test_a_repeated_freeze_that_comes_after_the_recovery_closes_nothing(worker: Worker) -> None:
-    """Each order has a thread, and that of the order to go on may be faster."""
+    """Each order has a thread; the thread of a later order may be faster."""
     worker.loop.begin(4)
     assert worker.session.freezer.freeze(LONG_S) is not None
     worker.session.door.open()
@@ -480,7 +484,7 @@ def test_a_broken_barrier_counts_as_ready(worker: Worker) -> None:
 
         def wake() -> int:
             woken.append(1)
-            worker.session.door.let_through(5)  # not before: the main thread might need no waking then
+            worker.session.door.let_through(5)  # not earlier, or the main thread might need no waking
             return 1
 
         worker.session.freezer.bring_to(5, wake, LONG_S)
@@ -508,7 +512,7 @@ def test_a_barrier_that_hangs_is_woken(worker: Worker) -> None:
 
 
 def test_a_barrier_that_holds_after_the_door_was_closed(worker: Worker) -> None:
-    """Everyone had come, so it does not break, but an incident is open meanwhile: the update waits."""
+    """All ranks came, so the barrier does not break, but an incident is open: the update waits."""
     worker.loop.begin(4)
     worker.trainee.barrier = lambda: worker.frozen() and None
     with Thread(worker.loop.step, 5) as main:
@@ -519,8 +523,8 @@ def test_a_barrier_that_holds_after_the_door_was_closed(worker: Worker) -> None:
         main.result()
 
 
-def test_who_has_told_not_to_be_ready_keeps_the_others_from_the_update(worker: Worker) -> None:
-    """They may not be frozen yet: the barrier would let them make an update that nobody reckons with."""
+def test_a_rank_that_is_not_ready_holds_the_others_before_the_update(worker: Worker) -> None:
+    """Without a freeze yet, the barrier would let them make an update that the controller does not expect."""
     came: list[int] = []
     worker.trainee.barrier = lambda: came.append(1)
     worker.loop.begin(4)
@@ -648,7 +652,7 @@ def test_a_step_that_was_left_without_an_update_can_be_begun_again(worker: Worke
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.require_next(5)
-    worker.session.require_next(6)  # or counts as done, like one that the framework skips
+    worker.session.require_next(6)  # or counts as done, like a step that the framework skips
     worker.loop.step(5)
     with pytest.raises(StepError):
         worker.session.require_next(5)
@@ -661,7 +665,7 @@ def test_a_step_that_was_left_without_an_update_can_be_begun_again(worker: Worke
 )
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_scheduler_that_moves_by_another_increment(worker: Worker, skips: bool) -> None:
-    """Only a step that a fault cuts off is completed with samples_per_step: nobody would notice."""
+    """Only a step cut off by a fault is completed with samples_per_step: the error would be silent."""
     worker.loop.begin(4)
     worker.trainee.counts_samples = True
     protection = Protection(worker.session, 4)
@@ -717,13 +721,13 @@ def test_a_phase_has_a_measure_once_one_of_its_name_has_ended(worker: Worker) ->
     with worker.session.phase("evaluation"):
         assert worker.board.turns == 0, "nothing is protected yet"
     worker.loop.begin(4)
-    seen: dict[str, list[float]] = {"evaluation": [], "save": []}
+    at_barrier: dict[str, list[float]] = {"evaluation": [], "save": []}
     for _ in range(2):
-        for name in seen:
+        for name in at_barrier:
             with worker.session.phase(name):
-                seen[name].append(worker.board.usual)
+                at_barrier[name].append(worker.board.usual)
             assert worker.board.usual == -1
-    for first, second in seen.values():
+    for first, second in at_barrier.values():
         assert first == 0
         assert second > 0
     assert worker.board.turns == 8
@@ -750,19 +754,19 @@ def test_phases_in_each_other_and_after_the_loop(worker: Worker) -> None:
 
 def test_steps_of_a_function_where_nothing_is_recovered_online(worker: Worker) -> None:
     worker.loop.begin(4)
-    made: list[tuple[int, int]] = []
-    Protection(worker.session, 4).run_steps(lambda step: made.append((step, worker.board.inside)), 6)
-    Protection(None, 4).run_steps(lambda step: made.append((step, worker.board.inside)), 5)
-    assert made == [(5, 5), (6, 6), (5, -1)]
+    steps: list[tuple[int, int]] = []
+    Protection(worker.session, 4).run_steps(lambda step: steps.append((step, worker.board.inside)), 6)
+    Protection(None, 4).run_steps(lambda step: steps.append((step, worker.board.inside)), 5)
+    assert steps == [(5, 5), (6, 6), (5, -1)]
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_function_of_a_step_ends_the_loop(worker: Worker, is_enabled: bool) -> None:
     worker.loop.begin(4)
-    made = list[int]()
+    steps = list[int]()
     protection = Protection(worker.session if is_enabled else None, 4)
-    protection.run_steps(lambda step: made.append(step) or step != 6, 9)
-    assert made == [5, 6]
+    protection.run_steps(lambda step: steps.append(step) or step != 6, 9)
+    assert steps == [5, 6]
     assert worker.board.inside == -1, "the last step has ended"
 
 
@@ -816,13 +820,13 @@ def test_a_step_without_an_end_can_be_left(worker: Worker) -> None:
     assert (worker.board.inside, worker.board.finished) == (-1, 4)
     protection.begin_step(5)
     worker.loop.update(5)
-    protection.end_step()  # its update has ended it
+    protection.end_step()  # the update has ended the step
     assert (worker.board.inside, worker.board.finished) == (-1, 5)
 
 
 @pytest.mark.parametrize("leave", ["with", "begin_step"])
 def test_a_step_that_is_left_without_an_update_is_no_measure(worker: Worker, leave: str) -> None:
-    """The first two steps of a process are none, and this is not one of them."""
+    """Neither this step nor the first two steps of a process are measured."""
     protection = Protection(worker.session)
     worker.loop.begin(4)
     for step in (5, 5, 5, 5):
@@ -885,20 +889,20 @@ def test_steps_of_evaluation_are_not_finished(worker: Worker) -> None:
     "fp16: the first steps are skipped, the loss scale is too large",
     "protected from the first step with an update: there is nothing to save before",
 )
-@pytest.mark.parametrize("own", [True, False], ids=["a loop of one's own", "the framework's"])
-def test_the_line_after_steps_that_were_skipped_at_the_start(worker: Worker, own: bool) -> None:
+@pytest.mark.parametrize("own_loop", [True, False], ids=["a loop of one's own", "the framework's"])
+def test_the_line_after_steps_that_were_skipped_at_the_start(worker: Worker, own_loop: bool) -> None:
     protection = Protection(worker.session)
     worker.trainee.updated_once = False
     worker.loop.begin(0)
     for step in (1, 2, 3):
-        with protection.step(step) if own else worker.session.step(step):
+        with protection.step(step) if own_loop else worker.session.step(step):
             worker.loop.overflow()
         worker.trainee.samples += BATCH
         assert (worker.board.finished, worker.protected, worker.gives) == (0, [], [0])
-    with protection.step(4) if own else worker.session.step(4):
+    with protection.step(4) if own_loop else worker.session.step(4):
         worker.loop.update(4)
         assert worker.protected == [4]
-    with protection.step(5) if own else worker.session.step(5):
+    with protection.step(5) if own_loop else worker.session.step(5):
         worker.loop.overflow()
     assert worker.protected == [4]
     assert worker.gives == [4, 5]
@@ -962,7 +966,7 @@ def test_training_begins_again_in_the_middle_of_a_step(worker: Worker) -> None:
         protection.begin_step(9)
     with protection.step(3):
         worker.loop.update(3)
-    assert worker.said == [(worker.trainee, 8), (worker.trainee, 2)]
+    assert worker.reports == [(worker.trainee, 8), (worker.trainee, 2)]
     assert worker.stands == ("RUNNING", 3, 3)
 
 
@@ -1006,7 +1010,7 @@ def test_a_loop_may_run_in_a_thread_of_its_own(worker: Worker) -> None:
 
 @pytest.mark.robustness("A1", "a step has no number", "one line that names it, not a traceback")
 @pytest.mark.parametrize("step", [5.0, "5", None, -5, [5]])
-def test_what_is_no_number_of_a_step(worker: Worker, step: object) -> None:
+def test_an_invalid_step_number_is_refused(worker: Worker, step: object) -> None:
     worker.loop.begin(4)
     protection = Protection(worker.session)
     with pytest.raises(StepError, match="must be a whole number, 0 or more"):
@@ -1020,14 +1024,18 @@ def test_what_is_no_number_of_a_step(worker: Worker, step: object) -> None:
 @pytest.mark.robustness(
     "A1", "an optimizer under torch.compile", "each of its updates is known, as without the compiler"
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch's compiler
 def test_updates_of_a_compiled_optimizer(worker: Worker) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weight])
-    optimizer.register_step_pre_hook(lambda which, *_: worker.session.before_update(which))
-    optimizer.register_step_post_hook(lambda which, *_: worker.session.after_update(which))
-    seen = []
-    worker.trainee.barrier = lambda: seen.append(worker.stands)
+    optimizer.register_step_pre_hook(
+        lambda optimizer_called, *_: worker.session.before_update(optimizer_called)
+    )
+    optimizer.register_step_post_hook(
+        lambda optimizer_called, *_: worker.session.after_update(optimizer_called)
+    )
+    at_barrier = []
+    worker.trainee.barrier = lambda: at_barrier.append(worker.stands)
     worker.session.begin_training(worker.trainee, [optimizer], 0)
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(1, 13):
@@ -1035,15 +1043,15 @@ def test_updates_of_a_compiled_optimizer(worker: Worker) -> None:
             weight.grad = torch.ones(2)
             step()
             assert worker.stands == ("RUNNING", number, number)
-    assert seen == [("READY", number, number) for number in range(12)]
+    assert at_barrier == [("READY", number, number) for number in range(12)]
     worker.frozen()
     with Protection(worker.session).step(13), Thread(step) as main:
         wait_for_waiter(worker.changed)
         assert main.running
-        before = weight.detach().clone()
+        weight_before = weight.detach().clone()
         worker.session.door.let_through(13)
         main.result()
-    assert not torch.equal(before, weight)
+    assert not torch.equal(weight_before, weight)
 
 
 @pytest.mark.robustness(
@@ -1081,7 +1089,7 @@ def test_the_loop_of_a_library_ends(worker: Worker) -> None:
 
 
 class Looping:
-    """A loop of one's own that `begin_step` is called in; it stands still where it is told to."""
+    """A user's loop that calls `begin_step`, and stops at the place `stands`."""
 
     def __init__(self, worker: Worker, stands: str) -> None:
         self.worker = worker
@@ -1151,7 +1159,7 @@ def test_a_step_without_an_end_that_hangs(worker: Worker, stands: str) -> None:
 
 
 def test_a_loop_that_begins_its_steps_in_a_callback(worker: Worker) -> None:
-    """The function that calls begin_step has returned: the loop is where both calls come from."""
+    """The function that calls begin_step has returned: the common caller of both calls is the loop."""
     looping = Looping(worker, "forward 8")
     begin = looping.protection.begin_step
 
@@ -1167,7 +1175,7 @@ def test_a_loop_that_begins_its_steps_in_a_callback(worker: Worker) -> None:
 
 
 def test_a_rank_that_holds_outlives_a_handler_that_raises(worker: Worker) -> None:
-    """As torch's does when a data loader is killed, and no other rank may have what this one has."""
+    """torch's handler raises when a data loader is killed; this rank may hold the only copy."""
     main = threading.get_ident()
     handled = threading.Semaphore(0)
 
@@ -1190,12 +1198,12 @@ def test_a_rank_that_holds_outlives_a_handler_that_raises(worker: Worker) -> Non
         for _ in range(2):
             waiting.until(holds, "the rank holds")
             signal.pthread_kill(main, signal.SIGUSR1)
-            # One that comes just before the main thread waits in C is handled when another one wakes it.
+            # A signal just before the main thread waits in C is handled when another signal wakes it.
             while not handled.acquire(timeout=0.1):
                 signal.pthread_kill(main, signal.SIGUSR2)
 
     used = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-    before = [(number, signal.getsignal(number)) for number in used]
+    handlers = [(number, signal.getsignal(number)) for number in used]
     signal.signal(signal.SIGUSR1, raises)
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.signal(signal.SIGCHLD, raises)
@@ -1204,5 +1212,5 @@ def test_a_rank_that_holds_outlives_a_handler_that_raises(worker: Worker) -> Non
             worker.session.hold()
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     finally:
-        for number, handler in before:
+        for number, handler in handlers:
             signal.signal(number, handler)

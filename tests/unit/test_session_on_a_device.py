@@ -1,4 +1,4 @@
-"""The session on a device that is behind the main thread, hangs, or has failed."""
+"""The session on a device that lags behind the main thread, hangs, or has failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT_S = 0.05
 
 @dataclass
 class Queue(Device):
-    """A stream in which all is done that was marked before `standing` was set; marks are their numbers."""
+    """A stream that completes the marks made before `standing` was set; marks are numbers."""
 
     marks: int = 0
     reached: int = 0
@@ -33,10 +33,10 @@ class Queue(Device):
         self.end = end
 
     def ends(self) -> bool:
-        """End what never ends, if that may be; return whether it was."""
-        ended: list[bool] = []
-        self.end(lambda: ended.append(True))
-        return bool(ended)
+        """End the collective that never ends, if permitted; return whether it was ended."""
+        calls: list[bool] = []
+        self.end(lambda: calls.append(True))
+        return bool(calls)
 
     def mark(self) -> Any:
         self.marks += 1
@@ -68,22 +68,22 @@ def device() -> Queue:
 
 @pytest.fixture(autouse=True)
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What was said each time when the main thread stood still: whether it may be interrupted."""
-    found: list[bool] = []
+    """Record at each standstill of the main thread whether the thread may be interrupted."""
+    permissions: list[bool] = []
 
     def stands_still(may: Callable[[], bool]) -> bool:
-        found.append(may())
+        permissions.append(may())
         return False
 
     monkeypatch.setattr(abort_collectives, "interrupt", stands_still)
-    return found
+    return permissions
 
 
 @pytest.fixture
 def worker(device: Queue) -> Iterator[Worker]:
-    for made in make():
-        made.trainee.device = device
-        yield made
+    for with_device in make():
+        with_device.trainee.device = device
+        yield with_device
 
 
 def test_a_freeze_is_answered_when_the_device_has_made_the_update(worker: Worker, device: Queue) -> None:
@@ -100,7 +100,7 @@ def test_a_freeze_is_answered_when_the_device_has_made_the_update(worker: Worker
     assert board.provides(5)
 
 
-def test_a_rank_that_was_let_through_has_the_step_when_its_device_has(worker: Worker, device: Queue) -> None:
+def test_a_rank_let_through_has_the_step_once_its_device_has(worker: Worker, device: Queue) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     device.standing = True
@@ -111,8 +111,8 @@ def test_a_rank_that_was_let_through_has_the_step_when_its_device_has(worker: Wo
         device.go_on()
 
 
-def test_what_hangs_behind_the_update_is_not_waited_for(worker: Worker, device: Queue) -> None:
-    """Parameters are gathered, from a rank that is gone, before the record of the step is taken."""
+def test_a_collective_that_hangs_after_the_update_is_not_awaited(worker: Worker, device: Queue) -> None:
+    """Parameters are gathered from a lost rank before the record of the step is taken."""
     worker.loop.begin(4)
     worker.loop.step(5)
     worker.loop.step(6)
@@ -123,7 +123,7 @@ def test_what_hangs_behind_the_update_is_not_waited_for(worker: Worker, device: 
     assert worker.trainee.derived == [6]
 
 
-def test_a_record_that_is_there_is_taken_as_it_is(worker: Worker) -> None:
+def test_a_complete_record_is_used_unchanged(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.loop.step(5)
     worker.session.begin_step(6)
@@ -154,7 +154,7 @@ def test_the_first_record_is_waited_for(worker: Worker, device: Queue) -> None:
 def test_a_record_that_is_not_there_yet_is_not_read(
     worker: Worker, device: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is behind a collective that never ends has not been copied."""
+    """Values behind a collective that never ends have not been copied."""
     monkeypatch.setattr("adaptor.worker.update_window.RECORD_S", SHORT_S)
     device.standing = True
     worker.loop.begin(4)
@@ -171,18 +171,18 @@ def test_a_rank_whose_device_cannot_be_read_holds_nothing(worker: Worker, device
     assert board.phase is Phase.UNREADABLE
     assert board.error == device.why
     assert not any(board.provides(step) for step in range(8))
-    assert worker.gives == [5]  # its main thread may still write to the board
+    assert worker.gives == [5]  # the main thread may still write to the board
 
 
 def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, device: Queue) -> None:
-    """To end a collective lets the main thread go on, with gradients that nobody has reduced."""
+    """After an aborted collective the main thread continues with unreduced gradients."""
     worker.loop.begin(4)
     worker.session.begin_step(5)
 
     def abort(release: bool = True) -> str:
         assert device.ends()
         with pytest.raises(CollectiveEndedError):
-            worker.loop.overflow()  # what the framework makes of such gradients
+            worker.loop.overflow()  # the framework's reaction to such gradients
         return ""
 
     device.unreadable = abort  # type: ignore[method-assign]
@@ -215,9 +215,7 @@ def test_a_rank_that_was_ready_goes_on_when_its_device_was_made_to_answer(
     assert worker.frozen().finished == 5
 
 
-def test_an_update_with_what_nobody_has_reduced_does_not_come_to_the_door(
-    worker: Worker, device: Queue
-) -> None:
+def test_an_update_with_unreduced_gradients_does_not_reach_the_door(worker: Worker, device: Queue) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.freezer.freeze(LONG_S)
@@ -226,7 +224,7 @@ def test_an_update_with_what_nobody_has_reduced_does_not_come_to_the_door(
         worker.loop.update(5)
     assert worker.stands == ("RUNNING", 4, 4)
     assert worker.gives == [4]
-    with pytest.raises(CollectiveEndedError):  # who has caught that, and goes on
+    with pytest.raises(CollectiveEndedError):  # a caller that catches the error and continues
         worker.session.begin_step(6)
     assert worker.gives == [4]
 
@@ -234,16 +232,16 @@ def test_an_update_with_what_nobody_has_reduced_does_not_come_to_the_door(
 def test_no_collective_is_ended_while_an_update_is_in_flight(
     worker: Worker, device: Queue, interrupted: list[bool]
 ) -> None:
-    """A host copy may wait at that moment; an exception in the update would leave the state of no step."""
+    """A host copy may be waiting; an exception in the update would leave the state between two steps."""
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.freezer.freeze(LONG_S)
-    ended: list[bool] = []
+    aborted: list[bool] = []
     with Thread(worker.loop.update, 5):
         wait_for_waiter(worker.changed)
-        worker.session.after_update = lambda optimizer: ended.append(device.ends())  # type: ignore[method-assign]
+        worker.session.after_update = lambda optimizer: aborted.append(device.ends())  # type: ignore[method-assign]
         worker.session.door.let_through(5)
-    assert ended == [False]
+    assert aborted == [False]
     assert interrupted == []
     assert worker.stands == ("UPDATING", 5, 4)
 
@@ -252,30 +250,30 @@ def test_no_collective_is_ended_without_an_incident(worker: Worker, device: Queu
     worker.loop.begin(4)
     worker.session.begin_step(5)
     assert not device.ends()
-    worker.session.door.shut()  # as a broken barrier does, before the agent has told of an incident
+    worker.session.door.shut()  # as a broken barrier does, before the agent reports an incident
     assert not device.ends()
 
 
-def test_none_of_a_fresh_group_is_ended_by_who_comes_late(worker: Worker, device: Queue) -> None:
-    """A copy of an abandoned dump, say, which found that its collective never ends."""
+def test_a_late_abort_does_not_end_a_fresh_group(worker: Worker, device: Queue) -> None:
+    """For example an abandoned dump's copy whose collective never ended."""
     freezer = worker.session.freezer
     worker.loop.begin(4)
     worker.session.begin_step(5)
     freezer.freeze(LONG_S)
     ending, may_end = threading.Event(), threading.Event()
-    done: list[str] = []
+    calls: list[str] = []
 
     def act() -> None:
         ending.set()
         assert may_end.wait(LONG_S)
-        done.append("ended")
+        calls.append("ended")
 
-    device.come_to_rest = lambda: done.append("at rest")  # type: ignore[method-assign]
+    device.come_to_rest = lambda: calls.append("at rest")  # type: ignore[method-assign]
     with Thread(device.end, act):
         assert ending.wait(LONG_S)
         with Thread(freezer.rest):
             may_end.set()
-    assert done == ["ended", "at rest"]
+    assert calls == ["ended", "at rest"]
     assert not device.ends()
     freezer.begin_attempt()
     assert device.ends(), "those of an attempt that has failed"

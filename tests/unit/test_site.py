@@ -1,4 +1,4 @@
-"""The site of the documentation, as `make docs` builds it: links lead somewhere."""
+"""The documentation site as `make docs` builds it: its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_the_site_is_built(added: str, tmp_path: Path) -> None:
         (True, []) if added == RIGHT else (False, [*WRONG.values()])
     ), completed.stderr
     if added == RIGHT:
-        # What is made of docstrings, and of the table of settings.
-        for name, words in {
+        # Pages generated from docstrings and from the table of settings.
+        for name, text in {
             "api": "begin_step",
             "messages": "TerminationRequested",
             "settings": "What each allows",
         }.items():
-            assert words in (tmp_path / "html" / "docs" / name / "index.html").read_text(), name
+            assert text in (tmp_path / "html" / "docs" / name / "index.html").read_text(), name

@@ -1,4 +1,4 @@
-"""What those that stand by are told, and nobody else."""
+"""Messages for standby nodes, and for nobody else."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ def layout(rank: int) -> Layout:
     return Layout(rank, (Share("g", rank, 6),), "/save", 0, "same")
 
 
-def test_who_stands_by_knows_everyone_and_everyone_knows_who_stands_by() -> None:
+def test_standby_nodes_know_all_nodes_and_are_known_to_all() -> None:
     replicator = StandbyReplicator()
     assert replicator.replicate(hello(0)) == []
     assert replicator.replicate(layout(0)) == []
     assert replicator.replicate(hello(5)) == []
-    assert replicator.replicate(hello(2)) == [
-        (2, hello(0)),
-        (2, hello(5)),
-        (2, layout(0)),
-        (5, hello(2)),
-    ]
+    assert replicator.replicate(hello(2)) == [(2, hello(0)), (2, hello(5)), (2, layout(0)), (5, hello(2))]
     assert replicator.replicate(hello(4)) == [(4, hello(2)), (2, hello(4))]
     assert replicator.replicate(layout(4)) == [(2, layout(4))]
     assert replicator.replicate(hello(1)) == [
@@ -39,7 +34,7 @@ def test_who_stands_by_knows_everyone_and_everyone_knows_who_stands_by() -> None
 
 
 def test_a_spare_node_is_not_told_of_the_agent_that_had_its_place() -> None:
-    """Else it would not know itself, where it runs the controller later."""
+    """Otherwise the spare would not know itself when it runs the controller later."""
     replicator = StandbyReplicator()
     replicator.replicate(hello(0))
     replicator.replicate(hello(2))
@@ -49,8 +44,8 @@ def test_a_spare_node_is_not_told_of_the_agent_that_had_its_place() -> None:
     assert replicator.replicate(spare) == [(1, hello(0)), (1, hello(2)), (2, spare)]
 
 
-def test_the_layouts_that_a_lost_controller_has_passed_on_are_passed_on_again() -> None:
-    """No agent repeats those of lost ranks: a spare node in the place of node 0 would not know them."""
+def test_layouts_relayed_by_a_lost_controller_are_relayed_again() -> None:
+    """No agent repeats the layouts of lost ranks: a spare in node 0's place would not know them."""
     replicator = StandbyReplicator(1)
     replicator.succeed([hello(0), layout(0)])
     replicator.replicate(hello(2))

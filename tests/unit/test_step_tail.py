@@ -1,4 +1,4 @@
-"""What comes behind a step is made again where a rank has not done it, with the data of then."""
+"""The tail of a step (work after its update) is repeated on ranks that lack it, with the same data."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.worker.processor import CannotRejoinError
 
 
-def tail(told: TailState | None = None) -> tuple[StepTail, DataRewind]:
+def tail(state: TailState | None = None) -> tuple[StepTail, DataRewind]:
     valid = DataRewind(count())
-    return StepTail([valid], told), valid
+    return StepTail([valid], state), valid
 
 
-def train(one: StepTail, *steps: int) -> None:
+def train(rank: StepTail, *steps: int) -> None:
     for step in steps:
-        one.begin_step(step, {"consumed_train_samples": 4 * (step - 1)}, step - STEPS)
+        rank.begin_step(step, {"consumed_train_samples": 4 * (step - 1)}, step - STEPS)
 
 
 def agree(step: int, *ranks: StepTail) -> list[int | None]:
-    """What each has left, when all have told each other."""
-    told: list[bool] = []
+    """Return the pending step of each rank after all ranks exchanged their state."""
+    answers: list[bool] = []
     for rank in ranks:
-        rank.agree(step, lambda is_done: told.append(is_done) or False)  # type: ignore[func-returns-value]
-    return [step if not all(told) else None for _ in ranks]
+        rank.agree(step, lambda is_done: answers.append(is_done) or False)  # type: ignore[func-returns-value]
+    return [step if not all(answers) else None for _ in ranks]
 
 
-def test_a_rank_in_the_next_step_has_done_it() -> None:
-    (one, valid), (other, _) = tail(), tail()
-    train(one, 4, 5)
+def test_a_rank_in_the_next_step_has_done_the_tail() -> None:
+    (first, valid), (second, _) = tail(), tail()
+    train(first, 4, 5)
     next(valid)
-    train(other, 4, 5)
-    told: list[bool] = []
-    for rank in (one, other):
-        rank.agree(4, lambda is_done: bool(told.append(is_done)) or True)  # type: ignore[func-returns-value]
-    assert told == [True, True]
-    assert not one.is_pending
-    assert one.take_pending() is None
+    train(second, 4, 5)
+    answers: list[bool] = []
+    for rank in (first, second):
+        rank.agree(4, lambda is_done: bool(answers.append(is_done)) or True)  # type: ignore[func-returns-value]
+    assert answers == [True, True]
+    assert not first.is_pending
+    assert first.take_pending() is None
 
 
-def test_where_one_has_not_done_it_all_do_it_again() -> None:
-    (one, valid), (other, _) = tail(), tail()
-    train(one, 4)
+def test_all_ranks_repeat_the_tail_if_one_has_not_done_it() -> None:
+    (first, valid), (second, _) = tail(), tail()
+    train(first, 4)
     assert [next(valid), next(valid)] == [0, 1]
-    train(other, 4)
-    assert agree(4, one, other) == [4, 4]
-    assert (one.is_pending, dict(one.consumed_before(4))) == (True, {"consumed_train_samples": 12})
+    train(second, 4)
+    assert agree(4, first, second) == [4, 4]
+    assert (first.is_pending, dict(first.consumed_before(4))) == (True, {"consumed_train_samples": 12})
     assert [next(valid), next(valid)] == [0, 1]
-    assert (one.take_pending(), one.take_pending()) == (4, None)
+    assert (first.take_pending(), first.take_pending()) == (4, None)
 
 
 def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
@@ -64,10 +64,10 @@ def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
 
 
 def test_a_newcomer_whose_twin_does_not_know_the_step_does_not_guess() -> None:
-    """Another survivor does, and has not done what comes behind it."""
-    (twin, _), (other, _) = tail(), tail()
+    """Another survivor knows the step, and has not done its tail."""
+    (twin, _), (survivor, _) = tail(), tail()
     train(twin, 6, 7)
-    train(other, 4)
+    train(survivor, 4)
     newcomer, _ = tail(twin.state(4))
     newcomer.agree(4, lambda is_done: False)
     assert newcomer.is_pending

@@ -35,7 +35,7 @@ def server() -> Iterator[str]:
 
 
 def _name_for(request: pytest.FixtureRequest) -> str:
-    """Return the name of a bucket, or a container, that no other test has."""
+    """Return a bucket or container name unique to the test."""
     return f"b{abs(hash(request.node.nodeid))}"
 
 
@@ -46,7 +46,7 @@ def _lead_to(endpoint: str, credentials: Mapping[str, str], monkeypatch: pytest.
 
 @pytest.fixture
 def s3(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty bucket; the environment leads to it."""
+    """An empty bucket; the environment points at its server."""
     bucket = _name_for(request)
     object_store.request(server, "PUT", f"/{bucket}")
     _lead_to(server, object_store.CREDENTIALS, monkeypatch)
@@ -61,7 +61,7 @@ def azure_account() -> Iterator[str]:
 
 @pytest.fixture
 def az(azure_account: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty container; the environment leads to it."""
+    """An empty container; the environment points at its account."""
     container = _name_for(request)
     azure_server.make_container(azure_account, container)
     _lead_to(azure_account, azure_server.CREDENTIALS, monkeypatch)
@@ -86,13 +86,12 @@ def _rows(url: str, capsys: pytest.CaptureFixture[str], action: str = "list") ->
 
 
 def _change(url: str, name: str, content: bytes) -> None:
-    """Write an object past the adaptor."""
     import obstore
 
     obstore.put(open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))._client, name, content)
 
 
-def test_what_is_pulled_is_what_was_pushed(
+def test_a_pull_restores_the_pushed_files(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "one", 12, first=2 * PIECE + 1)  # in several parts
@@ -106,24 +105,24 @@ def test_what_is_pulled_is_what_was_pushed(
     assert _store("pull", url, tmp_path / "three", "--step", "12") == 0
     older = naming.final_name(12)
     assert contents(tmp_path / "three" / older) == contents(tmp_path / "one" / older)
-    # A regular save has no checksums; what has been in a store has.
+    # A regular save has no checksums; a pulled checkpoint has.
     assert all(file.xxh3_128 for file in manifest.read(tmp_path / "three" / older).files)
     assert manifest.defects(tmp_path / "three" / older, step=12) == []
     assert not list((tmp_path / "three").glob("*_tmp*"))
     assert _rows(url, capsys, "verify") == [(12, "intact"), (24, "intact")]
 
 
-def test_what_is_there_and_damaged_is_pulled_again(url: str, tmp_path: Path) -> None:
-    """Of the same run: a job that starts would set it aside and load an older step."""
+def test_a_damaged_local_checkpoint_is_pulled_again(url: str, tmp_path: Path) -> None:
+    """Otherwise a job of the same run would set it aside and load an older step."""
     folder = save(tmp_path / "one", 12)
     intact = contents(folder)
     store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""), make=True)
     push(store, tmp_path / "one", 12)
     largest = max((path for path in folder.rglob("*.pt")), key=lambda path: path.stat().st_size)
     largest.unlink()
-    done = resume(store, tmp_path / "one")
-    assert done is not None
-    assert (done.step, done.there) == (12, False)
+    resumed = resume(store, tmp_path / "one")
+    assert resumed is not None
+    assert (resumed.step, resumed.there) == (12, False)
     assert contents(folder) == intact
     assert tracker.tracked_step(tmp_path / "one") == 12
     largest.write_bytes(b"")
@@ -132,7 +131,7 @@ def test_what_is_there_and_damaged_is_pulled_again(url: str, tmp_path: Path) -> 
     assert resume(store, tmp_path / "one").there  # type: ignore[union-attr]
 
 
-def test_what_is_there_is_not_sent_again(
+def test_files_already_in_the_store_are_not_sent_again(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "one", 12)
@@ -180,7 +179,7 @@ def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
 def test_a_pull_that_ended_before_the_tracker_is_completed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its process was killed, or the disk was full, when the folder had its name."""
+    """The process was killed, or the disk was full, after the folder had its final name."""
     url = f"file://{tmp_path}/store"
     for step in (12, 24):
         save(tmp_path / "one", step)
@@ -196,30 +195,30 @@ def test_a_pull_that_ended_before_the_tracker_is_completed(
     assert tracker.tracked_step(tmp_path / "two") == 12
 
 
-def test_another_checkpoint_of_the_same_step_and_sizes_is_not_the_one_that_is_pulled(tmp_path: Path) -> None:
-    """All that are transformed have one generation."""
+def test_a_pull_replaces_another_checkpoint_of_the_same_step_and_sizes(tmp_path: Path) -> None:
+    """All transformed checkpoints have the same generation."""
     url = f"file://{tmp_path}/store"
     folder = save(tmp_path / "one", 12, "transform", last_words=True)
-    other = save(tmp_path / "two", 12, "transform", last_words=True)
-    contents_before = contents(other)
+    other_folder = save(tmp_path / "two", 12, "transform", last_words=True)
+    contents_before = contents(other_folder)
     store = open_store(url, make=True)
     push(store, tmp_path / "one", 12)
     assert not pull(store, tmp_path / "two").there
-    assert contents(other) == contents(folder)
+    assert contents(other_folder) == contents(folder)
     (aside,) = (path for path in (tmp_path / "two").iterdir() if path.name.startswith("aside"))
     assert contents(aside) == contents_before
     assert pull(store, tmp_path / "two").there
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_later_step_that_is_gone_is_none(
-    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_later_step_without_its_folder_is_ignored(
+    is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tracker names it: it was moved away, or a job ended while it moved a damaged one aside."""
+    """The tracker names it: the folder was moved away, or the job ended while setting it aside."""
     url, root = f"file://{tmp_path}/store", tmp_path / "two"
     save(tmp_path / "one", 12)
     assert _store("push", url, tmp_path / "one") == 0
-    if there:
+    if is_there:
         assert _store("pull", url, root) == 0
     shutil.rmtree(save(root, 20))
     assert _store("pull", url, root) == 0
@@ -233,31 +232,31 @@ def test_a_later_step_that_is_gone_is_none(
     assert tracker.tracked_step(root) == 20
 
 
-@pytest.mark.parametrize("what", ["manifest", "list of parts", "object"])
+@pytest.mark.parametrize("damage", ["manifest", "list of parts", "object"])
 def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
-    what: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (12, 24):
         save(tmp_path / "one", step)
         assert _store("push", url, tmp_path / "one") == 0
     store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
-    ((where,), _) = catalog.places(store, 24)
-    if what == "object":
-        store.delete([f"{where}/mp_rank_01/{naming.MODEL_FILE}"])
+    ((prefix,), _) = catalog.places(store, 24)
+    if damage == "object":
+        store.delete([f"{prefix}/mp_rank_01/{naming.MODEL_FILE}"])
     else:
-        name = naming.MANIFEST if what == "manifest" else "ttp_parts/0.json"
-        _change(url, f"{where}/{name}", b"not JSON")
+        name = naming.MANIFEST if damage == "manifest" else "ttp_parts/0.json"
+        _change(url, f"{prefix}/{name}", b"not JSON")
     assert _rows(url, capsys) == [(12, "complete"), (24, "damaged")]
     assert _store("pull", url, tmp_path / "two") == 0
-    assert f"{where}/" in capsys.readouterr().err
+    assert f"{prefix}/" in capsys.readouterr().err
     assert tracker.tracked_step(tmp_path / "two") == 12
-    # Another manifest of the same files: what is damaged is no copy of it.
+    # Another manifest of the same files: the damaged checkpoint is no copy of it.
     folder = tmp_path / "one" / naming.final_name(24)
-    other = replace(manifest.read(folder), world_size=1)
+    other_manifest = replace(manifest.read(folder), world_size=1)
     assert _store("push", url, tmp_path / "one") == 0
     assert (24, "complete") in _rows(url, capsys)
-    (folder / naming.MANIFEST).write_bytes(other.encode())
-    _change(url, f"{where}/{naming.MANIFEST}", b"not JSON")
+    (folder / naming.MANIFEST).write_bytes(other_manifest.encode())
+    _change(url, f"{prefix}/{naming.MANIFEST}", b"not JSON")
     assert _store("push", url, tmp_path / "one") == 0
     assert sorted(_rows(url, capsys)) == [(12, "complete"), (24, "complete"), (24, "damaged")]
 
@@ -265,22 +264,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
 def test_a_copy_in_another_place_is_as_good(
     s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy by other tools has other etags: the content counts."""
+    """Copies by other tools have other etags: the content counts."""
     save(tmp_path / "one", 12)
     assert _store("push", s3, tmp_path / "one") == 0
     store = open_store(s3, os.environ["TTP_STORE_ENDPOINT"])
-    (where,) = catalog.places(store, 12)[0]
-    file = f"{where}/mp_rank_00/{naming.MODEL_FILE}"
-    before = store.objects(where)[file].etag
+    (prefix,) = catalog.places(store, 12)[0]
+    file = f"{prefix}/mp_rank_00/{naming.MODEL_FILE}"
+    etag_before = store.objects(prefix)[file].etag
     content = store.get(file, 10_000)
-    assert store.put_pieces(file, iter([content]), 6 << 20) != before
+    assert store.put_pieces(file, iter([content]), 6 << 20) != etag_before
     assert _rows(s3, capsys) == [(12, "complete")]
 
 
 def test_azure_lists_etags_without_quotes(
     az: str, azure_account: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the upload all the same: no file is read for its content."""
+    """The etags still equal those of the upload: no file is read for comparison."""
     save(tmp_path / "one", 12)
     assert _store("push", az, tmp_path / "one") == 0
     with fault_proxy.proxy(azure_account.removesuffix(f"/{azure_server.ACCOUNT}")) as state:
@@ -291,7 +290,7 @@ def test_azure_lists_etags_without_quotes(
 
 
 def test_more_objects_than_an_answer_holds_are_listed(s3: str, server: str, tmp_path: Path) -> None:
-    """The newest one is found among the steps of several answers."""
+    """The newest step is found in a listing of several answers."""
     bucket, count = urlparse(s3).netloc, 2 * object_store.NAMES + 10
     for step in range(1, count + 1):
         object_store.request(server, "PUT", f"/{bucket}/run%207/iter_{step:07d}/gone/x", b"x")
@@ -308,8 +307,8 @@ def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.Ca
     for step in (12, 24, 36):
         save(tmp_path / "one", step)
         assert _store("push", url, tmp_path / "one") == 0
-    _change(url, f"{naming.final_name(6)}/gone/x", b"x")  # of an upload that was cut short
-    _change(url, f"{naming.final_name(48)}/gone/x", b"x")  # of one that may be at work
+    _change(url, f"{naming.final_name(6)}/gone/x", b"x")  # of an aborted upload
+    _change(url, f"{naming.final_name(48)}/gone/x", b"x")  # of an upload that may be running
     assert _store("prune", url, "--keep", "2", "--dry-run") == 0
     assert len(_rows(url, capsys)) == 5
     assert _store("prune", url, "--keep", "2") == 0
@@ -321,33 +320,33 @@ def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.Ca
     assert "--keep is 0: it must be a number from 1 on" in capsys.readouterr().err
 
 
-def test_what_a_killed_upload_has_left_in_a_folder_is_removed_with_its_step(
+def test_leftovers_of_a_killed_upload_are_removed_with_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """obstore writes a file under another name first, which no listing has."""
+    """obstore first writes a file under another name that no listing shows."""
     folder = tmp_path / "store"
     url = f"file://{folder}"
-    left = folder / naming.final_name(12) / "gone" / "mp_rank_00" / f"{naming.MODEL_FILE}#1"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half")
+    leftover = folder / naming.final_name(12) / "gone" / "mp_rank_00" / f"{naming.MODEL_FILE}#1"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_bytes(b"half")
     for step in (24, 36):
         save(tmp_path / "one", step)
         assert _store("push", url, tmp_path / "one") == 0
     assert _rows(url, capsys) == [(12, "incomplete"), (24, "complete"), (36, "complete")]
     assert _store("prune", url, "--keep", "1", "--dry-run") == 0
-    assert left.exists()
+    assert leftover.exists()
     assert _store("prune", url, "--keep", "1") == 0
     assert "steps 12, 24 are removed" in capsys.readouterr().out
     assert [path.name for path in folder.iterdir()] == [naming.final_name(36)]
 
 
-def test_what_killed_uploads_have_left_is_removed_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
-    """But not what another node, which is slow, may be writing."""
+def test_leftovers_of_killed_uploads_are_removed_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
+    """Except files that another, slow node may be writing."""
     save(tmp_path / "one", 12)
     folder = tmp_path / "store" / catalog.place(read_folder(tmp_path / "one", 12)) / "mp_rank_00"
     folder.mkdir(parents=True)
-    left, new = (folder / f"{naming.MODEL_FILE}#{number}" for number in (1, 2))
-    for path, time in ((left, 0), (new, 2**32)):
+    leftover, new = (folder / f"{naming.MODEL_FILE}#{number}" for number in (1, 2))
+    for path, time in ((leftover, 0), (new, 2**32)):
         path.write_bytes(b"half")
         os.utime(path, (time, time))
     push(open_store(f"file://{tmp_path}/store", make=True), tmp_path / "one", 12)
@@ -357,7 +356,7 @@ def test_what_killed_uploads_have_left_is_removed_when_the_checkpoint_is_complet
 def test_a_file_with_a_checksum_of_blocks_is_compared_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As ranks write it together; in the store it has a checksum of the whole."""
+    """Ranks write such a file together; in the store it has a checksum of the whole file."""
     url = f"file://{tmp_path}/store"
     folder = publish.prepare(tmp_path / "one", 12, generation="0f3a5c21")
     content = os.urandom(BLOCK + 9)
@@ -389,8 +388,8 @@ def test_a_damaged_checkpoint_is_not_pushed(
         shutil.rmtree(tmp_path / "three", ignore_errors=True)
         shutil.copytree(tmp_path / "two", tmp_path / "three")
         folder = tmp_path / "three" / naming.final_name(12)
-        other = replace(manifest.read(folder), generation="another1")
-        (folder / naming.MANIFEST).write_bytes(other.encode())
+        other_manifest = replace(manifest.read(folder), generation="another1")
+        (folder / naming.MANIFEST).write_bytes(other_manifest.encode())
         file = folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -419,7 +418,7 @@ def test_a_store_in_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("url", "why"),
+    ("url", "reason"),
     [
         ("run7", "is no URL of a store"),
         ("ftp://bucket/run7", "ftp:// is no store that is known"),
@@ -434,11 +433,11 @@ def test_a_store_in_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_url_that_names_no_store_is_one_line(
-    url: str, why: str, capsys: pytest.CaptureFixture[str]
+    url: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _store("list", url) == 2
     stderr = capsys.readouterr().err
-    assert why in stderr
+    assert reason in stderr
     assert len(stderr.splitlines()) == 1
     assert "word" not in stderr
 
@@ -466,52 +465,52 @@ def test_a_store_that_refuses_is_one_line(
 ) -> None:
     save(tmp_path / "one", 12)
 
-    def told(*arguments: object) -> str:
+    def error_line(*arguments: object) -> str:
         assert _store(*arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert object_store.CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in line
         return str(line)
 
     for action in (("list",), ("push", tmp_path / "one"), ("pull", tmp_path / "two")):
-        line = told(action[0], "s3://is-not-there/run7", *action[1:])
+        line = error_line(action[0], "s3://is-not-there/run7", *action[1:])
         assert f"there is no bucket is-not-there in {server}" in line
-    assert "there is no complete checkpoint in it" in told("pull", s3, tmp_path / "two")
-    assert "no tracker names a step" in told("push", s3, tmp_path)
-    assert "there is no such folder" in told("push", s3, tmp_path / "nothing")
-    assert told("push", s3, tmp_path / "one", "--step", "9").endswith(
+    assert "there is no complete checkpoint in it" in error_line("pull", s3, tmp_path / "two")
+    assert "no tracker names a step" in error_line("push", s3, tmp_path)
+    assert "there is no such folder" in error_line("push", s3, tmp_path / "nothing")
+    assert error_line("push", s3, tmp_path / "one", "--step", "9").endswith(
         f"{tmp_path}/one/iter_0000009: there is no such checkpoint"
     )
     (tmp_path / "one/iter_0000009").mkdir()
-    line = told("push", s3, tmp_path / "one", "--step", "9")
+    line = error_line("push", s3, tmp_path / "one", "--step", "9")
     assert "/iter_0000009: has no ttp_manifest.json, as what is saved without the adaptor" in line
-    assert "--step is -1" in told("pull", s3, tmp_path / "two", "--step", "-1")
+    assert "--step is -1" in error_line("pull", s3, tmp_path / "two", "--step", "-1")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not" in told("list", s3)
+    assert "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not" in error_line("list", s3)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert "needs credentials, and there are none" in told("list", s3)
+    assert "needs credentials, and there are none" in error_line("list", s3)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    assert "there is no such file" in told("list", s3)
+    assert "there is no such file" in error_line("list", s3)
     (tmp_path / "keys").write_text("keep-this-secret\n")
-    assert "is no file of credentials" in told("list", s3)
+    assert "is no file of credentials" in error_line("list", s3)
     (tmp_path / "keys").write_text("[other]\naws_access_key_id = a\naws_secret_access_key = %b\n")
-    assert "has no profile [default]" in told("list", s3)
+    assert "has no profile [default]" in error_line("list", s3)
     monkeypatch.setenv("AWS_PROFILE", "other")
     assert _store("list", s3) == 0
     monkeypatch.setenv("TTP_STORE_ENDPOINT", "https://user:word@host")
-    assert "TTP_STORE_ENDPOINT holds a text (not shown)" in told("list", s3)
+    assert "TTP_STORE_ENDPOINT holds a text (not shown)" in error_line("list", s3)
     monkeypatch.delenv("TTP_STORE_ENDPOINT")
-    assert "TTP_STORE_ENDPOINT is not set" in told("list", "obs://bucket/run7")
+    assert "TTP_STORE_ENDPOINT is not set" in error_line("list", "obs://bucket/run7")
 
 
 def test_later_steps_of_a_folder_stay(s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "one", 12)
     assert _store("push", s3, tmp_path / "one") == 0
-    later = save(tmp_path / "two", 24)
-    contents_before = contents(later)
+    later_folder = save(tmp_path / "two", 24)
+    contents_before = contents(later_folder)
     assert _store("pull", s3, tmp_path / "two") == 2
     assert "holds step 24, which is later than step 12" in capsys.readouterr().err
-    assert (contents(later), tracker.tracked_step(tmp_path / "two")) == (contents_before, 24)
+    assert (contents(later_folder), tracker.tracked_step(tmp_path / "two")) == (contents_before, 24)
 
 
 def test_a_store_without_its_package_is_one_line() -> None:
@@ -524,14 +523,14 @@ def test_a_store_without_its_package_is_one_line() -> None:
     assert "pip install '.[store]' in the folder of the adaptor's sources" in completed.stderr
 
 
-def test_obs_has_the_bucket_in_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obs_urls_put_the_bucket_in_the_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("OBS_ACCESS_KEY_ID", "a"), ("OBS_SECRET_ACCESS_KEY", "b")):
         monkeypatch.setenv(name, value)
     store = open_store("obs://bucket/run7", "https://obs.example.invalid")
     assert "bucket.obs.example.invalid" in json.dumps(store._client.config)  # type: ignore[attr-defined]
 
 
-def test_a_url_is_shown_as_it_was_given() -> None:
+def test_a_url_is_shown_unchanged() -> None:
     for url in ("s3://bucket/run7/a", "file:///folder/run7", "gs://bucket"):
         assert str(settings.parse(url)) == url
     with pytest.raises(StoreError, match="cannot be printed"):

@@ -1,4 +1,4 @@
-"""An object store, and those who write to it, that fail at any request (`fault_proxy`)."""
+"""Pushes and pulls while the object store, or the client, fails at any request (`fault_proxy`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.object_store import SMALLEST_PART, contents, save
 from tests.waiting import captured
 
 __all__ = ["faults", "server", "url"]
-# The statement after which the process is told to go on; it has imported all that it needs by then.
+# The process continues after this statement, with everything imported.
 _PUSHER = (
     "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.client import"
     " open_store\nwhile step := sys.stdin.readline():\n"
@@ -39,7 +39,7 @@ def _once(number: int, fault: Fault) -> Chooses:
 
 
 def _tell(out: IO[str], event: threading.Event) -> None:
-    """Set an event when the pusher is done, or has ended."""
+    """Set an event when the pusher is done or has ended."""
     out.readline()
     event.set()
 
@@ -49,21 +49,21 @@ def _is_the_manifest(method: str, path: str) -> bool:
 
 
 def _all_are_intact(store: Store) -> list[int]:
-    """Return the steps that anybody would take for complete checkpoints, after all of them were read."""
+    """Return the steps listed as complete checkpoints; read all their files."""
     problems: list[str] = []
-    found = list(catalog.newest_first(store, None, problems))
+    checkpoints = list(catalog.newest_first(store, None, problems))
     assert problems == []
-    for one in found:
-        assert list(catalog.wrong_files(store, one)) == []
-    return sorted(one.saved_manifest.step for one in found)
+    for checkpoint in checkpoints:
+        assert list(catalog.wrong_files(store, checkpoint)) == []
+    return sorted(checkpoint.saved_manifest.step for checkpoint in checkpoints)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("fault", ["hold before", "hold after"])
-def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
+def test_a_killed_push_never_counts_as_a_checkpoint(
     fault: Fault, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """At each of its requests: before the store has it, and when the store has done it.
+    """The push is killed at each request, before or after the store executes the request.
 
     The next push completes it.
     """
@@ -84,11 +84,11 @@ def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
             pusher.stdin.write(f"{step}\n")
             pusher.stdin.flush()
             assert faults.held.wait(60)
-            ended = len(faults.requests) <= number
+            has_ended = len(faults.requests) <= number
             pusher.kill()
         thread.join()
         faults.release.set()
-        if ended:
+        if has_ended:
             break
         committed = fault == "hold after" and any(_is_the_manifest(*request) for request in faults.requests)
         assert _all_are_intact(direct) == ([6, step] if committed else [6]), (number, faults.requests)
@@ -102,7 +102,7 @@ def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
     assert contents(tmp_path / "two" / folder) == contents(root / folder)
 
 
-def test_a_push_goes_on_after_what_was_sent(
+def test_a_push_skips_the_files_already_sent(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "one", 12)
@@ -111,8 +111,8 @@ def test_a_push_goes_on_after_what_was_sent(
     with pytest.raises(StoreError, match=r"does not allow these credentials to write .*\(403 Forbidden, Acc"):
         push.push(store, tmp_path / "one", 12)
     faults.begin()
-    done = push.push(store, tmp_path / "one", 12)
-    assert (done.files, done.sent) == (4, 1002 + 1003)
+    result = push.push(store, tmp_path / "one", 12)
+    assert (result.files, result.sent) == (4, 1002 + 1003)
     assert _all_are_intact(open_store(url, server)) == [12]
 
 
@@ -120,28 +120,28 @@ def test_a_push_goes_on_after_what_was_sent(
 def test_a_store_that_fails_for_a_moment_is_asked_again(
     fault: Fault, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """Each request fails once, of a push and of a pull."""
+    """Each request of a push and of a pull fails once."""
     store = open_store(f"{url}-{fault.replace(' ', '-')}", faults.url)
     save(tmp_path / "one", 12, first=PIECE + 1)
-    seen: set[tuple[str, str, int]] = set()
+    failed_requests: set[tuple[str, str, int]] = set()
 
     def first_time(number: int, method: str, path: str) -> Fault:
-        # The client itself marks an upload by its number, which begins anew.
+        # The client numbers its uploads from 0 in each process.
         key = (method, path, 0)
-        if key in seen:
+        if key in failed_requests:
             return ""
-        seen.add(key)
+        failed_requests.add(key)
         return fault
 
     faults.begin(first_time)
     push.push(store, tmp_path / "one", 12)
-    seen.clear()
+    failed_requests.clear()
     pull.pull(store, tmp_path / "two")
     folder = naming.final_name(12)
     assert contents(tmp_path / "two" / folder) == contents(tmp_path / "one" / folder)
 
 
-def test_a_byte_that_changes_on_its_way_is_asked_for_again(
+def test_a_byte_changed_in_transit_is_fetched_again(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "one", 12)
@@ -162,7 +162,7 @@ def test_a_byte_that_changes_on_its_way_is_asked_for_again(
     assert contents(tmp_path / "two" / folder) == contents(tmp_path / "one" / folder)
 
 
-def test_credentials_that_are_refused_are_one_line(faults: FaultProxy, url: str, tmp_path: Path) -> None:
+def test_refused_credentials_are_one_line(faults: FaultProxy, url: str, tmp_path: Path) -> None:
     save(tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "403")
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store"]
@@ -183,7 +183,7 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
     push.push(store, tmp_path / "one", 12)
     root = tmp_path / "two"
     root.mkdir()
-    # A limit of this process stands for the disk: the kernel refuses to let a file grow.
+    # A limit of this process stands in for the full disk: the kernel refuses to grow a file.
     script = (
         "import resource, signal, sys; from pathlib import Path; from adaptor.store import pull\n"
         "from adaptor.store.client import open_store; from adaptor.errors import CheckpointError\n"
@@ -202,7 +202,7 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
 _LISTED, _MANIFEST, _FILE = "list-type", naming.MANIFEST, "mp_rank_02"
 
 
-def _one_is_refused_and_another_held(number: int, method: str, path: str) -> Fault:
+def _refuse_one_and_stall_another(number: int, method: str, path: str) -> Fault:
     if "mp_rank_00" in path:
         return "403"
     return "hold before" if _FILE in path else ""
@@ -211,10 +211,10 @@ def _one_is_refused_and_another_held(number: int, method: str, path: str) -> Fau
 def test_a_pull_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """One request is refused, and another one, which runs ahead of it, is not answered at all."""
+    """One request is refused while a request running ahead gets no answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
-    faults.begin(_one_is_refused_and_another_held)
+    faults.begin(_refuse_one_and_stall_another)
     with pytest.raises(StoreError, match="does not allow these credentials to read"):
         pull.pull(open_store(url, faults.url, patience_s=1), tmp_path / "two")
     assert not faults.release.is_set()
@@ -222,7 +222,7 @@ def test_a_pull_that_fails_waits_for_no_other_request(
 
 
 @pytest.mark.parametrize(
-    ("action", "held"),
+    ("action", "stalled"),
     [
         ("list", _LISTED),
         ("list", _MANIFEST),
@@ -233,14 +233,14 @@ def test_a_pull_that_fails_waits_for_no_other_request(
     ],
 )
 def test_ctrl_c_waits_for_no_request(
-    action: str, held: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
+    action: str, stalled: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """Whichever thread makes it; the client gives up such a request after 120 s, and makes it again then."""
+    """Whichever thread makes the request; the client would give the request up after 120 s and repeat it."""
     save(tmp_path / "one", 12)
-    url = f"{url}-{action}-{held}"
+    url = f"{url}-{action}-{stalled}"
     if action != "push":
         push.push(open_store(url, server), tmp_path / "one", 12)
-    faults.begin(lambda number, method, path: "hold before" if held in path else "")
+    faults.begin(lambda number, method, path: "hold before" if stalled in path else "")
     folder = {"pull": [str(tmp_path / "two")], "push": [str(tmp_path / "one")]}.get(action, [])
     program = f"{HEARS_CTRL_C}\nfrom adaptor.launchers.cli.ttp import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "store", action, url, *folder]
@@ -249,29 +249,29 @@ def test_ctrl_c_waits_for_no_request(
         try:
             assert faults.held.wait(60)
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130
-    assert told == "ttp store: interrupted; the same command goes on\n"
+    assert stderr == "ttp store: interrupted; the same command goes on\n"
     assert not (tmp_path / "two").exists() or list((tmp_path / "two").iterdir()) == []
 
 
 def test_a_command_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """Its process ends, too, while a thread of it waits for an answer."""
+    """The process ends while one of its threads still waits for an answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
-    faults.begin(_one_is_refused_and_another_held)
+    faults.begin(_refuse_one_and_stall_another)
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     completed = captured(command, env=environment, timeout=60, code=2)
     assert "does not allow these credentials to read" in completed.stderr
 
 
-def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:
-    """Begin to push step 12; return when the store holds back a request of it. The list gets the error."""
+def _stall_push(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:
+    """Start to push step 12; return when the store delays a request. The list receives the error."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     failed: list[Exception] = []
 
@@ -287,15 +287,15 @@ def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threa
     return thread, failed
 
 
-def test_two_who_push_the_same_write_the_same(
+def test_two_concurrent_pushes_of_a_checkpoint_agree(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """The second begins while the first is held in the middle, and ends first."""
+    """The second push starts and ends while the first is delayed."""
     save(tmp_path / "one", 12)
-    thread, failed = _held_in_the_middle(url, faults, tmp_path / "one")
+    thread, failed = _stall_push(url, faults, tmp_path / "one")
     assert not push.push(open_store(url, server), tmp_path / "one", 12).there
     faults.fault = lambda number, method, path: ""
-    faults.release.set()  # its request ends, and comes again
+    faults.release.set()  # the delayed request fails and is repeated
     thread.join()
     assert failed == []
     assert _all_are_intact(open_store(url, server)) == [12]
@@ -305,7 +305,7 @@ def test_a_file_that_is_replaced_while_it_is_pushed_is_refused(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "one", 12)
-    thread, failed = _held_in_the_middle(url, faults, tmp_path / "one")
+    thread, failed = _stall_push(url, faults, tmp_path / "one")
     (folder / "mp_rank_02" / naming.MODEL_FILE).unlink()
     faults.fault = lambda number, method, path: ""
     faults.release.set()

@@ -1,4 +1,4 @@
-"""A store that does not answer at the start of a command or a job is waited for: it may be about to start."""
+"""Requests to a store that does not answer at the start of a command or a job are repeated."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Clock:
         self.now += seconds
 
 
-def _fails(until: float, clock: Clock, asked: list[float]) -> Callable[[], str]:
+def _fails(until: float, clock: Clock, request_times: list[float]) -> Callable[[], str]:
     def request() -> str:
-        asked.append(clock.now)
-        clock.now += 4  # as the client takes where a port is closed
+        request_times.append(clock.now)
+        clock.now += 4  # the client's time for a closed port
         if clock.now < until:
             raise BusyError("no answer")
         return "done"
@@ -53,24 +53,24 @@ def _fails(until: float, clock: Clock, asked: list[float]) -> Callable[[], str]:
     return request
 
 
-def test_a_request_is_made_again_for_a_minute_which_one_line_says() -> None:
-    clock, lines, asked = Clock(), list[str](), list[float]()
+def test_a_request_is_repeated_for_a_minute_with_one_line() -> None:
+    clock, lines, request_times = Clock(), list[str](), list[float]()
     retrying = Retrying(lines.append, 60, clock, clock.sleep)
-    assert retrying.ask(_fails(62, clock, asked)) == "done"
+    assert retrying.ask(_fails(62, clock, request_times)) == "done"
     assert lines == ["no answer; it is asked again for 60 s (Ctrl-C ends that)"]
-    assert asked == [5 * number for number in range(len(asked))]
+    assert request_times == [5 * number for number in range(len(request_times))]
 
 
-def test_a_store_that_stays_away_is_given_up() -> None:
-    clock, lines, asked = Clock(), list[str](), list[float]()
+def test_retrying_ends_when_the_store_stays_away() -> None:
+    clock, lines, request_times = Clock(), list[str](), list[float]()
     retrying = Retrying(lines.append, 60, clock, clock.sleep)
     with pytest.raises(BusyError, match=r"^no answer \(it was asked for 60 s\)$"):
-        retrying.ask(_fails(1000, clock, asked))
+        retrying.ask(_fails(1000, clock, request_times))
     assert clock.now == 64
     assert len(lines) == 1
 
 
-def test_what_is_refused_is_refused_at_once() -> None:
+def test_a_refused_request_is_not_repeated() -> None:
     clock, lines = Clock(), list[str]()
 
     def refused() -> None:
@@ -92,14 +92,14 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, faults: FaultProxy) -> Iterator[str]:
-    """An endpoint at which nobody listens; the environment has credentials."""
+    """An endpoint without a listener; the environment has credentials."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{nobody.getsockname()[1]}"
 
 
 def _start(started: list[subprocess.Popen[str]], endpoint: str, *command: object) -> subprocess.Popen[str]:
-    """Start a program of Python; return it when it says that it waits for the store."""
+    """Start a Python program; return its process once it reports that it waits for the store."""
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdin=subprocess.PIPE,
@@ -128,20 +128,20 @@ def test_a_command_goes_on_when_the_store_answers(
     if action != "push":
         push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "503")
-    more = {"pull": [tmp_path / "two"], "push": [tmp_path / "one"], "prune": ["--keep", "1"]}
-    command = ["-m", "adaptor.launchers.cli.ttp", "store", action, url, *more.get(action, [])]
+    parameters = {"pull": [tmp_path / "two"], "push": [tmp_path / "one"], "prune": ["--keep", "1"]}
+    command = ["-m", "adaptor.launchers.cli.ttp", "store", action, url, *parameters.get(action, [])]
     process = _start(started, faults.url, *command)
     faults.begin()
-    told = process.communicate()
-    assert process.returncode == 0, told
-    assert told[1] == ""
+    output = process.communicate()
+    assert process.returncode == 0, output
+    assert output[1] == ""
     assert action != "pull" or tracker.tracked_step(tmp_path / "two") == 12
 
 
 def test_a_job_goes_on_when_the_store_answers(
     faults: FaultProxy, url: str, server: str, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    """Its --load, and the check of its --ttp-store."""
+    """For the job's --load and for the check of its --ttp-store."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
     for arguments, answer in (
@@ -163,25 +163,22 @@ def test_ctrl_c_ends_the_wait_for_a_port_that_is_closed(
     program = f"{HEARS_CTRL_C}\nfrom adaptor.launchers.cli.ttp import main; raise SystemExit(main())"
     process = _start(started, closed, "-c", program, "store", "pull", url, tmp_path / "two")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate()
-    assert (process.returncode, told) == (
-        130,
-        "ttp store: interrupted; the same command goes on\n",
-    )
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (130, "ttp store: interrupted; the same command goes on\n")
 
 
-@pytest.mark.parametrize("what", ["pull", "probe"])
+@pytest.mark.parametrize("action", ["pull", "probe"])
 def test_the_wait_ends_with_ttprun(
-    what: str, closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
+    action: str, closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    more = [tmp_path / "two", "null", "null"] if what == "pull" else []
-    process = _start(started, "", STORE, what, url, closed, *more)
+    parameters = [tmp_path / "two", "null", "null"] if action == "pull" else []
+    process = _start(started, "", STORE, action, url, closed, *parameters)
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait() == 1
 
 
-def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
+def test_a_read_only_question_is_not_repeated(closed: str, url: str) -> None:
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "list", url]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": closed}
     completed = captured(command, env=environment, code=2)
@@ -190,43 +187,45 @@ def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
 
 
 def test_results_come_in_order_and_a_few_calls_run_ahead() -> None:
-    lock, begun = threading.Lock(), 0
+    lock, started_calls = threading.Lock(), 0
 
     def call(number: int) -> int:
-        nonlocal begun
+        nonlocal started_calls
         with lock:
-            begun += 1
+            started_calls += 1
         return number
 
     taken = []
-    for done in threads.in_order([partial(call, number) for number in range(20)], "a-test", 3):
-        taken.append(done.result())
+    for future in threads.in_order([partial(call, number) for number in range(20)], "a-test", 3):
+        taken.append(future.result())
         with lock:
-            assert begun <= len(taken) + 2
+            assert started_calls <= len(taken) + 2
     assert taken == list(range(20))
 
 
-def test_what_is_closed_begins_no_more_calls_and_waits_for_none() -> None:
-    release, begun, made = threading.Event(), threading.Event(), []
+def test_closing_starts_no_more_calls_and_waits_for_none() -> None:
+    release, first_started, later_calls = threading.Event(), threading.Event(), []
 
-    def held() -> None:
-        begun.set()
+    def first_call() -> None:
+        first_started.set()
         release.wait()
 
-    with contextlib.closing(threads.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
+    with contextlib.closing(
+        threads.in_order([first_call, partial(later_calls.append, 1)], "a-test", 1)
+    ) as coming:
         first = next(coming)
-        assert begun.wait(60)
+        assert first_started.wait(60)
     assert not first.done()
     release.set()
     first.result(60)
-    assert made == []
+    assert later_calls == []
 
 
-def test_a_machine_without_threads_makes_each_call_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_on_the_caller_s_thread_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert threads.call(lambda: 1) == 1
     assert threads.begin(lambda: 2, "a-test").result() == 2
-    assert [one.result() for one in threads.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]
+    assert [future.result() for future in threads.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]

@@ -1,4 +1,4 @@
-"""`--load s3://...`: what is pulled to which node before workers start."""
+"""`--load s3://...`: the checkpoint pulled to each node before the workers start."""
 
 from __future__ import annotations
 
@@ -37,18 +37,10 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "load", "left"),
+    ("arguments", "load", "script_arguments"),
     [
-        (
-            ["--save", "s", "--load", "s3://bk/x"],
-            BUCKET,
-            ["--save", "s", "--load", "s"],
-        ),
-        (
-            ["--load=gs://bk/x", "--save=s", "a"],
-            GOOGLE,
-            ["--load=s", "--save=s", "a"],
-        ),
+        (["--save", "s", "--load", "s3://bk/x"], BUCKET, ["--save", "s", "--load", "s"]),
+        (["--load=gs://bk/x", "--save=s", "a"], GOOGLE, ["--load=s", "--save=s", "a"]),
         (
             ["--load", "az://bk", "--save", "s", "--ckpt-step", "7"],
             Load("az://bk", Path("s"), 7, (1, 1)),
@@ -70,35 +62,34 @@ def url(tmp_path: Path) -> str:
         ([], None, []),
     ],
 )
-def test_what_the_script_loads_from_a_store(given: list[str], load: Load | None, left: list[str]) -> None:
-    parsed = argparse.Namespace(training_script_args=given)
+def test_the_load_url_is_taken_from_the_script_s_arguments(
+    arguments: list[str], load: Load | None, script_arguments: list[str]
+) -> None:
+    parsed = argparse.Namespace(training_script_args=arguments)
     assert take(parsed) == load
-    assert parsed.training_script_args == left
+    assert parsed.training_script_args == script_arguments
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("arguments", "reason"),
     [
-        (
-            ["--load", "s3://bk/x"],
-            "--load is s3://bk/x: it is pulled to the folder of --save",
-        ),
+        (["--load", "s3://bk/x"], "--load is s3://bk/x: it is pulled to the folder of --save"),
         (["--load", "s3://u:word@bk/x", "--save", "s"], "--load: s3://...@bk/x: holds credentials"),
         (["--load", "s3://bk", "--save", "s", "--ckpt-step", "new"], "--ckpt-step is 'new'"),
         (["--load", "s3://bk/x", "--save", "s", "--finetune"], "--load is s3://bk/x with --finetune: "),
         (["--load=s3://bk/x", "--save=s", "--lora-load=a"], "--load is s3://bk/x with --lora-load: "),
     ],
 )
-def test_what_cannot_be_pulled_is_one_line(given: list[str], why: str) -> None:
+def test_invalid_load_urls_are_one_line(arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        take(argparse.Namespace(training_script_args=given))
-    assert str(caught.value).startswith(why)
+        take(argparse.Namespace(training_script_args=arguments))
+    assert str(caught.value).startswith(reason)
     assert "word" not in str(caught.value)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_each_node_has_what_node_0_chose(shared: bool, url: str, tmp_path: Path) -> None:
-    """A node with a folder of its own pulls the same step, although a later one has come meanwhile."""
+    """A node with its own folder pulls the step that node 0 chose, although a later step has arrived."""
     roots = [tmp_path / "node0", tmp_path / ("node0" if shared else "node1")]
     store = HashStore()
     StoreResume(Load(url, roots[0], None), "").prepare(0, 2, store)
@@ -131,7 +122,7 @@ def test_a_node_waits_for_node_0_and_hears_why_nothing_comes(url: str, tmp_path:
 def test_the_other_nodes_hear_of_an_error_of_any_kind(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter is not there, so no process can be started."""
+    """Here the interpreter is missing, so no process can be started."""
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     store = HashStore()
     with pytest.raises(FileNotFoundError):
@@ -150,10 +141,10 @@ def test_a_folder_with_a_later_step_stays(
     assert f"step 20 is in {tmp_path}/node0, nothing is pulled from {url}" in capfd.readouterr().err
 
 
-def test_a_job_that_has_gone_back_by_hand_stays_there(
+def test_a_job_set_back_by_hand_keeps_its_step(
     url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The later folder is left; the other nodes hear of the step that is loaded."""
+    """The later folder stays; the other nodes are told the loaded step."""
     root, agents = tmp_path / "node0", HashStore()
     for step in (16, 24):
         save(tmp_path / "one", step)
@@ -164,8 +155,8 @@ def test_a_job_that_has_gone_back_by_hand_stays_there(
     StoreResume(Load(url, root, None), "").prepare(0, 2, agents)
     assert tracker.tracked_step(root) == 16
     assert agents.get("ttp/resume") == b"16"
-    said = f"step 16 is in {root}, nothing is pulled from {url}; step 24 is in both, but the tracker there"
-    assert said in capfd.readouterr().err
+    report = f"step 16 is in {root}, nothing is pulled from {url}; step 24 is in both, but the tracker there"
+    assert report in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -177,7 +168,7 @@ def test_a_tracker_that_names_a_folder_that_is_gone_is_one_more_damage(
     if later:
         save(root, 16)
     StoreResume(Load(url, root, None), "").prepare(0, 2, agents)
-    if later:  # the check before the load finds the same, and sets the tracker back
+    if later:  # the check before the load finds the same damage, and sets the tracker back
         assert agents.get("ttp/resume") == b"16"
         assert not (root / FOLDER).exists()
     else:
@@ -188,7 +179,7 @@ def test_a_tracker_that_names_a_folder_that_is_gone_is_one_more_damage(
 
 
 def test_a_restart_pulls_nothing(url: str, tmp_path: Path) -> None:
-    """What the job has saved since is newer, or it would have ended."""
+    """The checkpoints saved since the start are newer."""
     resume = StoreResume(Load(url, tmp_path / "node0", None), "")
     resume.prepare(0, 1, HashStore())
     save(tmp_path / "one", 24)
@@ -198,7 +189,7 @@ def test_a_restart_pulls_nothing(url: str, tmp_path: Path) -> None:
 
 
 def _save_described(root: Path, generation: str, folders: Sequence[str] = FOLDERS) -> None:
-    """Save step 12 of a job of two stages of two ranks, or what some ranks have of it."""
+    """Save step 12 of a job of two stages with two ranks each, or the folders of some ranks."""
     saving = root / naming.regular_name(12, generation)
     for name in folders:
         (saving / name).mkdir(parents=True)
@@ -216,7 +207,6 @@ def _save_described(root: Path, generation: str, folders: Sequence[str] = FOLDER
 
 @pytest.fixture
 def described(tmp_path: Path) -> str:
-    """A store with that step."""
     _save_described(tmp_path / "one", "0f3a5c21")
     url = f"file://{tmp_path}/store"
     push.push(open_store(url, make=True), tmp_path / "one", 12)
@@ -226,7 +216,7 @@ def described(tmp_path: Path) -> str:
 def _resumed(
     url: str, root: Path, ranks: Sequence[int], *, sizes: tuple[int, int] | None = (2, 2)
 ) -> set[str]:
-    """Return the folders of model-parallel ranks that a node has whose disk is its own."""
+    """Resume on a node with its own disk; return its folders of model-parallel ranks."""
     store = HashStore()
     store.set("ttp/resume", b"12")
     resume = StoreResume(Load(url, root, None, sizes), "", keeps_ranks=True)
@@ -247,16 +237,18 @@ def test_a_node_with_a_disk_of_its_own_pulls_what_its_ranks_load(
     assert _resumed(described, root, (1, 2)) == {"mp_rank_01_000", "mp_rank_00_001"}, "it has other ranks now"
 
 
-@pytest.mark.parametrize("why", ["other sizes", "unknown sizes", "no layout", "ranks move"])
-def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described: str, tmp_path: Path) -> None:
-    root, sizes = tmp_path / "node1", {"other sizes": (1, 2), "unknown sizes": None}.get(why, (2, 2))
-    if why == "no layout":
+@pytest.mark.parametrize("case", ["other sizes", "unknown sizes", "no layout", "ranks move"])
+def test_a_node_that_does_not_know_its_ranks_pulls_the_whole_checkpoint(
+    case: str, described: str, tmp_path: Path
+) -> None:
+    root, sizes = tmp_path / "node1", {"other sizes": (1, 2), "unknown sizes": None}.get(case, (2, 2))
+    if case == "no layout":
         store = open_store(described)
-        (found,) = catalog.newest_first(store, None, [])
-        files = tuple(file for file in found.saved_manifest.files if file.path != naming.LAYOUT)
-        made = dataclasses.replace(found.saved_manifest, files=files).encode()
-        store.put(catalog.manifest_name(found.prefix), made)
-    if why == "ranks move":
+        (checkpoint,) = catalog.newest_first(store, None, [])
+        files = tuple(file for file in checkpoint.saved_manifest.files if file.path != naming.LAYOUT)
+        manifest_bytes = dataclasses.replace(checkpoint.saved_manifest, files=files).encode()
+        store.put(catalog.manifest_name(checkpoint.prefix), manifest_bytes)
+    if case == "ranks move":
         agents = HashStore()
         agents.set("ttp/resume", b"12")
         assert len(_resumed(described, root, (2, 3))) == 2
@@ -266,35 +258,37 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
         assert _resumed(described, root, (2, 3), sizes=sizes) == set(FOLDERS)
 
 
-def test_a_part_on_node_0_is_completed(described: str, tmp_path: Path) -> None:
-    """It has the step that is the newest in the store, but not the folders that other nodes have saved."""
+def test_a_partial_checkpoint_on_node_0_is_completed(described: str, tmp_path: Path) -> None:
+    """Node 0 has the newest step of the store without the folders that other nodes saved."""
     root = tmp_path / "node0"
     _save_described(root, "0f3a5c21", FOLDERS[:2])
     for _ in range(2):
         StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())
         assert {path.parent.name for path in (root / FOLDER).rglob("*.pt")} == set(FOLDERS)
         assert len([path for path in root.iterdir() if path.name.startswith("aside")]) == 1
-    _save_described(other := tmp_path / "other", "another", FOLDERS[:2])
-    StoreResume(Load(described, other, None), "").prepare(0, 1, HashStore())
-    assert {path.parent.name for path in (other / FOLDER).rglob("*.pt")} == set(FOLDERS[:2]), "of another run"
+    _save_described(other_root := tmp_path / "other", "another", FOLDERS[:2])
+    StoreResume(Load(described, other_root, None), "").prepare(0, 1, HashStore())
+    assert {path.parent.name for path in (other_root / FOLDER).rglob("*.pt")} == set(FOLDERS[:2]), (
+        "of another run"
+    )
 
 
-def test_a_part_stays_where_the_rest_cannot_come(
+def test_a_partial_checkpoint_stays_when_the_store_cannot_complete_it(
     described: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, root = open_store(described), tmp_path / "node0"
     _save_described(root, "0f3a5c21", FOLDERS[:2])
-    before = {path: path.read_bytes() for path in root.rglob("*.pt")}
-    (found,) = catalog.newest_first(store, None, [])
-    name = f"{found.prefix}/{FOLDERS[3]}/{naming.MODEL_FILE}"
+    contents_before = {path: path.read_bytes() for path in root.rglob("*.pt")}
+    (checkpoint,) = catalog.newest_first(store, None, [])
+    name = f"{checkpoint.prefix}/{FOLDERS[3]}/{naming.MODEL_FILE}"
     store.put(name, bytes(len(store.get(name, 1 << 20))))
     StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())
     assert f"{name}: checksum differs from the manifest" in capfd.readouterr().err
-    assert {path: path.read_bytes() for path in root.rglob("*.pt")} == before
+    assert {path: path.read_bytes() for path in root.rglob("*.pt")} == contents_before
 
 
-def test_a_part_that_the_store_does_not_have_stays(tmp_path: Path) -> None:
-    """Each node has its own on its disk; nothing was sent."""
+def test_a_partial_checkpoint_missing_in_the_store_stays(tmp_path: Path) -> None:
+    """Each node has its part on its own disk; nothing was uploaded."""
     url = f"file://{tmp_path}/store"
     open_store(url, make=True)
     _save_described(tmp_path / "node1", "another1", FOLDERS[2:])

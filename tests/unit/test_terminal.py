@@ -44,7 +44,7 @@ def test_a_terminal_has_the_same_text_in_colours(
 def test_an_answer_in_the_place_of_the_last_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ttp status --watch`; in a pipe there is one behind the other."""
+    """On a terminal `ttp status --watch` redraws its answer; in a pipe the answers follow each other."""
     terminal.show(["one"], is_repeated=True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     terminal.show(["two"], is_repeated=True)
@@ -59,16 +59,18 @@ def test_a_terminal_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.parametrize(
-    "words", [("ttp", "schema", "incident"), ("ttprun", "--help"), ("ttprun", "--help-all")], ids=" ".join
+    "command_words",
+    [("ttp", "schema", "incident"), ("ttprun", "--help"), ("ttprun", "--help-all")],
+    ids=" ".join,
 )
-def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
-    """As `ttp schema incident | head -1`: no traceback."""
-    command = [sys.executable, "-m", f"adaptor.launchers.cli.{words[0]}", *words[1:]]
+def test_a_reader_that_has_enough(command_words: tuple[str, ...]) -> None:
+    """`ttp schema incident | head -1` gives no traceback."""
+    command = [sys.executable, "-m", f"adaptor.launchers.cli.{command_words[0]}", *command_words[1:]]
     read, write = os.pipe()
     os.close(read)
-    if words[0] == "ttp":
+    if command_words[0] == "ttp":
         completed = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
-    else:  # it imports torch
+    else:  # the others import torch
         completed = warm.run(command, stdout=write)
     os.close(write)
     assert (completed.returncode, completed.stderr) == (141, "")
@@ -76,7 +78,7 @@ def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
 def test_a_disk_that_is_full(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """As `ttp verify SAVE > file`: it is no finding of the command, whose exit code is 1."""
+    """`ttp verify SAVE > file` on a full disk does not exit with 1, the code of a finding."""
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "verify", str(tmp_path), *flags]
     with Path("/dev/full").open("w") as full:
         completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

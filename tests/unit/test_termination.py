@@ -1,4 +1,4 @@
-"""Signals that end a job, and come more than once."""
+"""Repeated signals that end a job."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 @pytest.fixture(autouse=True)
 def _handlers_of_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(HANDLED, raising=False)
-    before = {number: signal.getsignal(number) for number in (*ALL, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (*ALL, signal.SIGUSR1)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 class Heard:
-    """What the handlers before which ours stand have heard: the time, at each signal."""
+    """Previous signal handlers that record the time of each signal."""
 
-    def __init__(self, *more: signal.Signals) -> None:
+    def __init__(self, *extra: signal.Signals) -> None:
         self.at: list[float] = []
         self.now = 100.0
-        for number in (*ALL, *more):
+        for number in (*ALL, *extra):
             signal.signal(number, self._hear)
         self.requests = EndRequests(lambda: self.now)
         self.requests.install()
@@ -45,7 +45,7 @@ class Heard:
 
 
 def test_a_sigterm_soon_after_the_first_is_the_same_request() -> None:
-    """Slurm's daemon and its srun both send it; somebody who asks again later wants the end at once."""
+    """Slurm's daemon and its srun both send SIGTERM; a later SIGTERM asks for an immediate end."""
     heard = Heard()
     heard.send(signal.SIGTERM, 100.0)
     heard.requests.take()
@@ -56,7 +56,7 @@ def test_a_sigterm_soon_after_the_first_is_the_same_request() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (signal.SIGHUP, signal.SIGHUP),  # a terminal is closed: by its shell, then by the kernel
+        (signal.SIGHUP, signal.SIGHUP),  # a closed terminal: from its shell, then from the kernel
         (signal.SIGTERM, signal.SIGHUP),  # systemd, with SendSIGHUP
         (signal.SIGHUP, signal.SIGTERM),
     ],
@@ -89,7 +89,7 @@ def test_ctrl_c_counts_after_sigterm() -> None:
 
 
 def test_signals_that_the_user_has_named_are_requests_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By --signals-to-handle; the third one does not interrupt the end."""
+    """Set by --signals-to-handle; a third signal does not interrupt the end."""
     monkeypatch.setenv(HANDLED, "SIGTERM, SIGUSR1")
     heard = Heard(signal.SIGUSR1)
     heard.send(signal.SIGUSR1, 100.0, 100.01)
@@ -100,7 +100,7 @@ def test_signals_that_the_user_has_named_are_requests_too(monkeypatch: pytest.Mo
 
 
 def test_a_signal_that_was_lost_on_its_way_is_raised_again() -> None:
-    """Where it is not, the next one counts."""
+    """If it is not raised again, the next signal counts."""
     heard = Heard()
     heard.requests.raise_again()
     assert heard.at == []
@@ -113,13 +113,13 @@ def test_a_signal_that_was_lost_on_its_way_is_raised_again() -> None:
     assert len(heard.at) == 3
 
 
-def test_it_stands_before_the_handler_of_each_start() -> None:
+def test_the_handler_precedes_the_handler_of_each_start() -> None:
     heard: list[str] = []
     request = EndRequests(lambda: 0.0)
     for name in ("first", "second"):
         signal.signal(signal.SIGTERM, lambda number, frame, name=name: heard.append(name))
         request.install()
-        request.install()  # not before itself
+        request.install()  # not twice
     signal.raise_signal(signal.SIGTERM)
     assert heard == ["second"]
 
@@ -131,7 +131,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_no_signal_interrupts_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards the next one ends what is left at once; SIGHUP may have been ignored by nohup."""
+    """After the line the next signal ends the rest at once; nohup may have SIGHUP ignored."""
     monkeypatch.setenv(HANDLED, "SIGHUP,SIGUSR1,SIGKILL,SIGNAL")
     heard = Heard(signal.SIGUSR1)
     waiting.ignore_signals()

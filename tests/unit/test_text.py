@@ -16,7 +16,7 @@ class Mute(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (OSError("cannot open /data/caf\udce9.bin"), "OSError: cannot open /data/caf\\udce9.bin"),
         (ValueError("two\nlines"), "ValueError: two"),
@@ -24,15 +24,15 @@ class Mute(Exception):
         (Mute(), "Mute: <Mute: its __str__ raised RuntimeError>"),
     ],
 )
-def test_an_exception_in_one_line(error: Exception, said: str) -> None:
-    assert text.describe(error) == said
+def test_an_exception_in_one_line(error: Exception, expected: str) -> None:
+    assert text.describe(error) == expected
     assert text.trace(error).encode()
 
 
 def test_a_text_of_megabytes_is_cut() -> None:
-    said = text.describe(ValueError("x" * 20_000_000))
-    assert len(said) < 2 * text.LINE
-    assert said.endswith(" more characters)")
+    description = text.describe(ValueError("x" * 20_000_000))
+    assert len(description) < 2 * text.LINE
+    assert description.endswith(" more characters)")
     assert len(text.trace(ValueError("x" * 20_000_000))) < 2 * text.PAGE
 
 

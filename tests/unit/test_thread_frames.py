@@ -1,4 +1,4 @@
-"""The frames of all threads are read although a collection of garbage is due."""
+"""Reading the frames of all threads while a garbage collection is due."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 from tests.unit.threads import LONG_S
 
-# A collection is due when a hundred objects are made, and the callback reads frames, too. Python 3.11 waits
-# there for a lock that it holds, where frames are read by `sys._current_frames` alone.
+# A collection is due after a hundred new objects, and its callback reads frames, too. Python 3.11 deadlocks
+# on its own lock if the frames are read by `sys._current_frames` alone.
 PROGRAM = """
 import gc, sys, threading
 from adaptor.worker import stacks

@@ -1,4 +1,4 @@
-"""Certificates that cannot be used are one line, before anything starts."""
+"""Unusable certificates are one line, before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.threads import LONG_S
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are read may be so slowly, beside much other work."""
+    """Allow slow reads of files: the machine may be busy."""
     monkeypatch.setattr(credentials, "READ_S", LONG_S)
 
 
@@ -70,14 +70,14 @@ def test_a_signer_of_something_else(authority: Authority, tmp_path: Path) -> Non
 
 
 def test_the_key_of_another_certificate(authority: Authority) -> None:
-    other = authority.settings("other")["TTP_TLS_KEY"]
-    line = _refusal({**authority.settings(), "TTP_TLS_KEY": other})
-    assert line.startswith(f"TTP_TLS_KEY is {other!r}, ")
+    other_path = authority.settings("other")["TTP_TLS_KEY"]
+    line = _refusal({**authority.settings(), "TTP_TLS_KEY": other_path})
+    assert line.startswith(f"TTP_TLS_KEY is {other_path!r}, ")
     assert line.endswith(": it is not the key of the certificate")
 
 
 def test_a_key_with_a_passphrase(authority: Authority) -> None:
-    """Nobody is asked for it: there may be no terminal."""
+    """Nobody is asked for the passphrase: there may be no terminal."""
     settings = authority.settings()
     line = _refusal({**settings, "TTP_TLS_KEY": authority.locked(settings["TTP_TLS_KEY"])})
     assert line.endswith("or the key has a passphrase")
@@ -90,9 +90,9 @@ def test_an_expired_certificate(authority: Authority) -> None:
 
 
 def test_another_signer(authority: Authority, tmp_path: Path) -> None:
-    other = str(Authority(tmp_path / "other").path)
-    line = _refusal({**authority.settings(), "TTP_TLS_CA": other})
-    assert f"it is not accepted with TTP_TLS_CA {other!r}: certificate " in line
+    other_path = str(Authority(tmp_path / "other").path)
+    line = _refusal({**authority.settings(), "TTP_TLS_CA": other_path})
+    assert f"it is not accepted with TTP_TLS_CA {other_path!r}: certificate " in line
 
 
 # while a job trains
@@ -100,16 +100,15 @@ def test_another_signer(authority: Authority, tmp_path: Path) -> None:
 
 @pytest.fixture
 def files(authority: Authority, tmp_path: Path) -> dict[str, str]:
-    """Certificates of this node, in a folder of its own."""
     settings = authority.settings("first")
     return {name: str(shutil.copy(path, tmp_path / name)) for name, path in settings.items()}
 
 
 def test_files_that_have_not_changed_are_not_read_again(files: dict[str, str]) -> None:
-    made = credentials.load(config.load(files))
-    assert made is not None
-    before = made.contexts
-    assert asyncio.run(made.newest()) is before
+    loaded = credentials.load(config.load(files))
+    assert loaded is not None
+    contexts = loaded.contexts
+    assert asyncio.run(loaded.newest()) is contexts
 
 
 @pytest.mark.robustness(
@@ -121,64 +120,64 @@ def test_a_half_written_pair(
     authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "adaptor")
-    made = credentials.load(config.load(files))
-    assert made is not None
-    before, renewed = made.contexts, authority.settings("second")
+    loaded = credentials.load(config.load(files))
+    assert loaded is not None
+    contexts, renewed = loaded.contexts, authority.settings("second")
     shutil.copy(renewed["TTP_TLS_CERT"], files["TTP_TLS_CERT"])
     for _ in range(3):
-        assert asyncio.run(made.newest()) is before
+        assert asyncio.run(loaded.newest()) is contexts
     (line,) = caplog.messages
     assert line.startswith("changed certificates cannot be used, those read before are: TTP_TLS_KEY is ")
     assert line.endswith(": it is not the key of the certificate")
     shutil.copy(renewed["TTP_TLS_KEY"], files["TTP_TLS_KEY"])
-    after = asyncio.run(made.newest())
-    assert after is not before
-    assert asyncio.run(made.newest()) is after
+    renewed_contexts = asyncio.run(loaded.newest())
+    assert renewed_contexts is not contexts
+    assert asyncio.run(loaded.newest()) is renewed_contexts
     assert caplog.messages[1:] == [f"TTP_TLS_CERT {files['TTP_TLS_CERT']} has changed and was read again"]
 
 
-@pytest.mark.parametrize("what", ["noise", "nothing", "gone", "expired"])
+@pytest.mark.parametrize("damage", ["noise", "nothing", "gone", "expired"])
 def test_a_renewal_that_cannot_be_used(
-    what: str, authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
+    damage: str, authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = credentials.load(config.load(files))
-    assert made is not None
-    before, path = made.contexts, Path(files["TTP_TLS_CERT"])
-    if what == "expired":
+    loaded = credentials.load(config.load(files))
+    assert loaded is not None
+    contexts, path = loaded.contexts, Path(files["TTP_TLS_CERT"])
+    if damage == "expired":
         for name, expired in authority.settings("past", days=-1).items():
             shutil.copy(expired, files[name])
-    elif what == "gone":
+    elif damage == "gone":
         path.unlink()
     else:
-        path.write_bytes(b"noise" if what == "noise" else b"")
+        path.write_bytes(b"noise" if damage == "noise" else b"")
     for _ in range(2):
-        assert asyncio.run(made.newest()) is before
+        assert asyncio.run(loaded.newest()) is contexts
     (line,) = caplog.messages
     assert line.startswith("changed certificates cannot be used, those read before are: TTP_TLS_")
 
 
 def test_a_file_system_that_hangs(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it longer than `READ_S`, and no second thread waits with the first."""
+    """Reading is given up after `READ_S`, and no second thread starts to wait."""
     monkeypatch.setattr(credentials, "READ_S", 0.05)
-    made = credentials.load(config.load(files))
-    assert made is not None
+    loaded = credentials.load(config.load(files))
+    assert loaded is not None
     path = Path(files["TTP_TLS_KEY"])
     path.unlink()
-    os.mkfifo(path)  # who opens it waits for who writes
+    os.mkfifo(path)  # opening a FIFO blocks until a writer comes
 
     async def twice() -> None:
         for _ in range(2):
-            assert await made.newest() is before
+            assert await loaded.newest() is contexts
 
-    before = made.contexts
+    contexts = loaded.contexts
     asyncio.run(twice())
     (waiting,) = [thread for thread in threading.enumerate() if thread.name == "ttp-tls"]
     writer = os.open(
         path, os.O_WRONLY
-    )  # returns when the thread opens it; where it opens it again is an empty file
+    )  # returns when the thread opens the FIFO; its second open finds an empty file
     aside = path.with_suffix(".aside")
     aside.touch()
-    aside.replace(path)  # which it opens again
+    aside.replace(path)  # opened again by the thread
     os.close(writer)
     waiting.join(LONG_S)
     assert not waiting.is_alive()

@@ -1,4 +1,4 @@
-"""What a job can lose is computed from who holds what."""
+"""The tolerated losses are computed from the holders of the shards."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
 
 
-def _shares(*held: tuple[int, ...], count: int) -> dict[int, list[Share]]:
-    """By rank: the shards that it holds, of one group."""
-    return {rank: [Share("g", index, count) for index in indices] for rank, indices in enumerate(held)}
+def _shares(*held_by_rank: tuple[int, ...], count: int) -> dict[int, list[Share]]:
+    """By rank: the shards of one group that the rank holds."""
+    return {
+        rank: [Share("g", index, count) for index in indices] for rank, indices in enumerate(held_by_rank)
+    }
 
 
 @pytest.mark.parametrize(
-    ("shares", "nodes", "words"),
+    ("shares", "nodes", "expected"),
     [
         (_shares((0,), (1,), (0,), (1,), count=2), (0, 0, 0, 0), "any 1 rank"),
         (_shares((0,), (1,), (0,), (1,), count=2), (0, 0, 1, 1), "any 1 rank, any 1 node"),
@@ -28,8 +30,10 @@ def _shares(*held: tuple[int, ...], count: int) -> dict[int, list[Share]]:
 @pytest.mark.robustness(
     "A1", "the user wants to know what the job survives", "computed from who holds what, not a constant text"
 )
-def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words: str) -> None:
-    assert tolerance.survives("kind", shares, dict(enumerate(nodes))) == f"kind; {words}"
+def test_the_ranks_and_nodes_that_may_be_lost(
+    shares: dict[int, list[Share]], nodes: tuple[int, ...], expected: str
+) -> None:
+    assert tolerance.survives("kind", shares, dict(enumerate(nodes))) == f"kind; {expected}"
 
 
 @pytest.mark.parametrize(
@@ -44,13 +48,13 @@ def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words:
     ],
     ids=["one shard is on one rank alone", "one rank alone can write a group"],
 )
-def test_no_rank(shares: dict[int, list[Share]]) -> None:
+def test_no_rank_may_be_lost_without_a_second_copy(shares: dict[int, list[Share]]) -> None:
     nodes = {0: 0, 1: 1, 2: 2}
     alone = "mirror; exceptions alone: a rank that dies takes the steps since the last save along"
     remedy = "TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 steps are lost"
     assert tolerance.survives("mirror", shares, nodes) == f"{alone}; {remedy}"
     assert tolerance.survives("mirror", shares, nodes, copied=None) == alone, "no remedy for this job"
-    words = "mirror; exceptions; ranks that die{} cost up to 5 steps, from copies in host memory"
-    several = words.format(", or any 1 node,")
+    expected = "mirror; exceptions; ranks that die{} cost up to 5 steps, from copies in host memory"
+    several = expected.format(", or any 1 node,")
     assert tolerance.survives("mirror", shares, nodes, copied=5) == several
-    assert tolerance.survives("mirror", shares, dict.fromkeys(shares, 0), copied=5) == words.format("")
+    assert tolerance.survives("mirror", shares, dict.fromkeys(shares, 0), copied=5) == expected.format("")

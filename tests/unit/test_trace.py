@@ -1,4 +1,4 @@
-"""The trace of an incident, of a file as ttprun writes it."""
+"""The trace of an incident, made from the files that ttprun writes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from adaptor import output
 from adaptor.launchers.cli import ttp
 from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol.records import IncidentRecord
-from tests.unit.test_operations import Recorded
+from tests.unit.test_operations import RecordedJob
 from tests.unit.test_serve import get, job, served, server_of  # noqa: F401
 from tests.unit.threads import LONG_S
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """The log folder of a job in which rank 1 was killed, and which went on."""
-    made = Recorded(tmp_path)
-    made.rank_1_is_killed(100.0)
-    made.report.record_next_action("restart 1 of 3")
-    made.report.begin(2)
-    made.starts(110.0)
-    made.report.record_progress(41)
-    made.incident()
+    """The log folder of a job that lost rank 1 and continued."""
+    recorded_job = RecordedJob(tmp_path)
+    recorded_job.rank_1_is_killed(100.0)
+    recorded_job.report.record_next_action("restart 1 of 3")
+    recorded_job.report.begin(2)
+    recorded_job.starts(110.0)
+    recorded_job.report.record_progress(41)
+    recorded_job.incident()
     assert output.drain(LONG_S)
     (tmp_path / "job_7" / "status.json").write_text("{}")
     return tmp_path
 
 
 def entries(trace: dict[str, Any], kind: str, **place: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = trace["traceEvents"]
-    return [one for one in found if one["ph"] == kind and place.items() <= one.items()]
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return [event for event in events if event["ph"] == kind and place.items() <= event.items()]
 
 
 def test_parts_and_rows(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,15 +76,15 @@ def test_a_trace_is_served(job: Path) -> None:  # noqa: F811
         base = f"http://{address}/incidents"
         code, text = get(f"{base}/{path.stem}/trace")
         assert (code, json.loads(text)["otherData"]["job"]) == (200, "j")
-        for other in (f"{path.stem}/other", path.stem, "absent/trace", "../status/trace"):
-            assert get(f"{base}/{other}")[0] == 404
+        for wrong_path in (f"{path.stem}/other", path.stem, "absent/trace", "../status/trace"):
+            assert get(f"{base}/{wrong_path}")[0] == 404
         code, text = get(f"http://{address}/api/v1/incidents/{path.stem}")
         assert (code, json.loads(text)["schema"]) == (200, "ttp.incident/1")
 
 
 def test_an_incident_without_an_event(job: Path) -> None:  # noqa: F811
     (path,) = (job / "incidents").iterdir()
-    one = msgspec.json.decode(path.read_bytes(), type=IncidentRecord)
-    one.events = []
-    one.blamed = None
-    assert [entry["name"] for entry in entries(chrome_trace(one), "X")] == []
+    record = msgspec.json.decode(path.read_bytes(), type=IncidentRecord)
+    record.events = []
+    record.blamed = None
+    assert [entry["name"] for entry in entries(chrome_trace(record), "X")] == []

@@ -1,4 +1,4 @@
-"""The transcript: its chain, the lines of steps, and what `ttp replay` makes of two of them."""
+"""The transcript: its hash chain, the lines of steps, and the comparison by `ttp replay`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from adaptor.launchers.cli import ttp
 from adaptor.protocol.messages import Recovered, Verified
 from adaptor.verification import transcript
 from adaptor.verification.transcript import OpenSteps, TranscriptReader, VerifiedStep
-from tests.unit.test_operations import Watched
+from tests.unit.test_operations import WatchedStatus
 
 VERSIONS = {"torch": "2.13", "layout": "2 ranks", "device": "cpu"}
 
 
-def _told(rank: int, step: int, *, param: str = "p", agreed: bool = True, own: str = "r") -> Verified:
-    """Two ranks hold the shard g/0, of which rank 0 tells while they agree."""
+def _report(rank: int, step: int, *, param: str = "p", agreed: bool = True, states: str = "r") -> Verified:
+    """Report of one of the two ranks that hold the shard g/0; rank 0 sends it while both agree."""
     shard = {"param": param, "grad": "g"} if rank == 0 or not agreed else {}
-    return Verified(rank, step, 2, agreed, {"g/0": shard}, {"random states": own}, 8 * step, VERSIONS)
+    return Verified(rank, step, 2, agreed, {"g/0": shard}, {"random states": states}, 8 * step, VERSIONS)
 
 
-def _verified(step: int, *told: Verified) -> VerifiedStep:
+def _verified(step: int, *reports: Verified) -> VerifiedStep:
     steps = OpenSteps()
-    messages = told or (_told(0, step), _told(1, step))
+    messages = reports or (_report(0, step), _report(1, step))
     *_, line = [steps.add(message, "2026-11-29T12:00:00Z") for message in messages]
     assert line is not None
     return line
@@ -49,7 +49,7 @@ def test_lines_follow_each_other(tmp_path: Path) -> None:
         (4, 2, False),
         (6, 4, False),
     ]
-    # Of a crash in the middle of a line nothing is left; the job goes back, and the chain goes on.
+    # A line cut by a crash is removed; the job goes back, and the chain continues.
     with path.open("ab") as file:
         file.write(b'{"time":"2026-')
     assert reader.read() == []
@@ -61,8 +61,8 @@ def test_lines_follow_each_other(tmp_path: Path) -> None:
 
 def test_a_line_longer_than_a_block_is_continued(tmp_path: Path) -> None:
     shards = {f"g/{number}": {"param": "0" * 16} for number in range(5000)}
-    long = msgspec.structs.replace(_told(0, 2), shards=shards)
-    path = _write(tmp_path / transcript.NAME, _verified(2, long, _told(1, 2)), _verified(4))
+    long_report = msgspec.structs.replace(_report(0, 2), shards=shards)
+    path = _write(tmp_path / transcript.NAME, _verified(2, long_report, _report(1, 2)), _verified(4))
     assert [step.newest for step in TranscriptReader(path).read()] == [-1, 2]
 
 
@@ -75,24 +75,22 @@ CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_another_line_than_was_written_is_named(
-    change: Callable[[list[bytes]], list[bytes]], tmp_path: Path
-) -> None:
+def test_a_changed_line_is_named(change: Callable[[list[bytes]], list[bytes]], tmp_path: Path) -> None:
     path = _write(tmp_path / transcript.NAME, *map(_verified, (2, 4, 6, 8)))
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     with pytest.raises(CheckpointError, match="line 2 does not follow from the line before"):
         TranscriptReader(path).read()
-    _write(path, _verified(10))  # a job goes on all the same
+    _write(path, _verified(10))  # a job continues anyway
 
 
-def test_a_line_is_written_when_all_ranks_have_told(tmp_path: Path) -> None:
-    report = Watched(tmp_path).report
+def test_a_line_is_written_when_all_ranks_have_reported(tmp_path: Path) -> None:
+    report = WatchedStatus(tmp_path).report
     path = report._files.folder / transcript.NAME
-    for message in (_told(1, 2), _told(0, 2), _told(0, 4)):
+    for message in (_report(1, 2), _report(0, 2), _report(0, 4)):
         report.record_message(0, message)
-    # Rank 1 is lost before it has told: the sums of step 4 come again.
+    # Rank 1 is lost before its report: the sums of step 4 come again.
     report.record_order(0, None, Recovered(1, 2, "rank 1 was replaced", replaced=(1,), seconds=0.9))
-    for message in (_told(1, 4, own="later"), _told(0, 4)):
+    for message in (_report(1, 4, states="later"), _report(0, 4)):
         report.record_message(0, message)
     report._files.close()
     steps = TranscriptReader(path).read()
@@ -106,11 +104,11 @@ def test_a_line_is_written_when_all_ranks_have_told(tmp_path: Path) -> None:
 def test_differences_name_the_step_the_rank_and_the_tensor() -> None:
     recorded = _verified(4)
     assert transcript.differences(recorded, _verified(4)) == []
-    assert transcript.differences(recorded, _verified(4, _told(0, 4, param="x"), _told(1, 4))) == [
+    assert transcript.differences(recorded, _verified(4, _report(0, 4, param="x"), _report(1, 4))) == [
         "param of shard g/0 on ranks 0 and 1, after step 4"
     ]
-    told = (_told(0, 4, agreed=False), _told(1, 4, param="x", agreed=False, own="x"))
-    assert transcript.differences(recorded, _verified(4, *told)) == [
+    reports = (_report(0, 4, agreed=False), _report(1, 4, param="x", agreed=False, states="x"))
+    assert transcript.differences(recorded, _verified(4, *reports)) == [
         "param of shard g/0 on rank 1, after step 4",
         "random states on rank 1, in step 5",
     ]
@@ -134,15 +132,15 @@ shutil.copy("{replayed}", job / "transcript.jsonl")
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A recorded job with a checkpoint of step 2, and a program in the place of ttprun."""
+    """A recorded job with a checkpoint of step 2, and a program that replaces ttprun."""
 
     folder: Path
     program: Path
     replayed: Path
     recorded: Path
 
-    def run(self, *command: str, to: str = "6", then: str = "time.sleep(600)") -> int:
-        text = START.format(python=sys.executable, replayed=self.replayed, then=then)
+    def run(self, *command: str, to: str = "6", ending: str = "time.sleep(600)") -> int:
+        text = START.format(python=sys.executable, replayed=self.replayed, then=ending)
         self.program.write_text(text)
         self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
         save = str(self.folder / "save")
@@ -173,8 +171,8 @@ def test_a_replay_ends_behind_the_last_step(replay: Replay, capfd: pytest.Captur
 
 
 def test_a_replay_ends_at_the_first_difference(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
-    other = msgspec.structs.replace(_told(0, 6, own="x"), versions={**VERSIONS, "torch": "2.12"})
-    _write(replay.replayed, _verified(4), _verified(6, other, _told(1, 6)), _verified(8))
+    report = msgspec.structs.replace(_report(0, 6, states="x"), versions={**VERSIONS, "torch": "2.12"})
+    _write(replay.replayed, _verified(4), _verified(6, report, _report(1, 6)), _verified(8))
     assert replay.run(to="8") == 1
     assert capfd.readouterr().out.splitlines() == [
         "verified step 6 differs; step 4 is equal (other versions: torch 2.13 when recorded, 2.12 now)",
@@ -183,8 +181,8 @@ def test_a_replay_ends_at_the_first_difference(replay: Replay, capfd: pytest.Cap
 
 
 def test_a_replay_that_cannot_be_compared_says_so(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
-    other = msgspec.structs.replace(_told(0, 4), versions={**VERSIONS, "layout": "4 ranks"})
-    _write(replay.replayed, _verified(4, other, _told(1, 4)))
+    report = msgspec.structs.replace(_report(0, 4), versions={**VERSIONS, "layout": "4 ranks"})
+    _write(replay.replayed, _verified(4, report, _report(1, 4)))
     assert replay.run() == 2
     line = (
         "ttp: error: step 4 cannot be compared: another layout: recorded with 2 ranks, replayed with 4 ranks"
@@ -192,7 +190,7 @@ def test_a_replay_that_cannot_be_compared_says_so(replay: Replay, capfd: pytest.
     assert capfd.readouterr().err.splitlines()[-1] == line
     replay.replayed.unlink()
     _write(replay.replayed, _verified(4))
-    assert replay.run(then="sys.exit(3)") == 2
+    assert replay.run(ending="sys.exit(3)") == 2
     line = "the replay has ended after step 4, with exit code 3: step 6 was not reached"
     assert capfd.readouterr().out == f"{line}\n"
 
@@ -213,12 +211,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("command", "to", "line"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_replayed_is_refused_in_one_line(
+def test_an_impossible_replay_is_refused_in_one_line(
     command: list[str], to: str, line: str, replay: Replay, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert replay.run(*command, to=to) == 2
-    (told,) = capfd.readouterr().err.splitlines()
-    assert line in told
+    (error_line,) = capfd.readouterr().err.splitlines()
+    assert line in error_line
 
 
 def test_what_is_missing_is_named_in_one_line(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m adaptor transform`: parts go where they belong; what cannot be done is refused in one line."""
+"""`python -m adaptor transform`: every part goes to its rank; an impossible target is refused in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy
 import pytest
 import torch
 
-from adaptor.__main__ import main
 from adaptor.checkpoint import disk, hashing, manifest, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
@@ -30,13 +29,9 @@ from adaptor.transform.source import open_source
 from adaptor.transform.target import TargetCheckpoint
 from tests.unit import small_checkpoint
 from tests.unit.launching import HEARS_CTRL_C
-from tests.unit.small_checkpoint import FFN, STEP
+from tests.unit.small_checkpoint import FFN, STEP, transform
 
 STEP_FOLDER = naming.final_name(STEP)
-
-
-def _transform(source: Path, target: Path, *options: str) -> int:
-    return main(["transform", str(source), str(target), "--workers", "1", *options])
 
 
 def _model(root: Path, folder: str) -> Any:
@@ -44,13 +39,12 @@ def _model(root: Path, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    ["--tp 2", "--tp 3", "--pp 4", "--tp 2 --pp 2", "--pp 2 --vpp 2", "--tp 6 --pp 4"],
+    "sizes", ["--tp 2", "--tp 3", "--pp 4", "--tp 2 --pp 2", "--pp 2 --vpp 2", "--tp 6 --pp 4"]
 )
 def test_there_and_back(tmp_path: Path, sizes: str) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", *sizes.split()) == 0
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "1", "--dp", "1") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", *sizes.split()) == 0
+    assert transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "1", "--dp", "1") == 0
     assert small_checkpoint.contents(tmp_path / "c") == small_checkpoint.contents(tmp_path / "a")
     assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
     assert tracker.tracked_step(tmp_path / "b") == STEP
@@ -59,36 +53,36 @@ def test_there_and_back(tmp_path: Path, sizes: str) -> None:
 def test_from_two_to_three(tmp_path: Path) -> None:
     """Neither size is a multiple of the other."""
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "two", "--tp", "2") == 0
-    assert _transform(tmp_path / "two", tmp_path / "three", "--tp", "3") == 0
-    assert _transform(tmp_path / "a", tmp_path / "directly", "--tp", "3") == 0
+    assert transform(tmp_path / "a", tmp_path / "two", "--tp", "2") == 0
+    assert transform(tmp_path / "two", tmp_path / "three", "--tp", "3") == 0
+    assert transform(tmp_path / "a", tmp_path / "directly", "--tp", "3") == 0
     assert small_checkpoint.contents(tmp_path / "three") == small_checkpoint.contents(tmp_path / "directly")
 
 
 def test_buckets_of_overlapped_gradients(tmp_path: Path) -> None:
-    """Where buckets end, the whole tensor of a buffer has no room to the next multiple of 64."""
+    """The parameters fill the buffer up to the next multiple of 64 where buckets end."""
     params = [("a", 10, False), ("b", 100, False), ("c", 30, False)]
     placed, numel = rules.place(params, bucket=90)
-    assert [(each.name, each.begin, each.end) for each in placed] == [
+    assert [(part.name, part.begin, part.end) for part in placed] == [
         ("c", 0, 30),
         ("b", 64, 164),
         ("a", 164, 174),
     ]
     assert numel == 174
-    assert [each.begin for each in rules.place(params, bucket=None)[0]] == [0, 64, 192]
+    assert [part.begin for part in rules.place(params, bucket=None)[0]] == [0, 64, 192]
 
 
 def test_each_rank_gets_its_part(tmp_path: Path) -> None:
-    whole = small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    source = small_checkpoint.write(tmp_path / "a")
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    gate, up = whole[name][:FFN], whole[name][FFN:]
+    gate, up = source[name][:FFN], source[name][FFN:]
     second = _model(tmp_path / "b", "mp_rank_01")
     assert torch.equal(second[name], torch.cat([gate[FFN // 2 :], up[FFN // 2 :]]))
     name = "decoder.layers.1.mlp.linear_fc2.weight"
-    assert torch.equal(second[name], whole[name][:, FFN // 2 :])
+    assert torch.equal(second[name], source[name][:, FFN // 2 :])
     name = "embedding.word_embeddings.weight"
-    assert torch.equal(second[name], torch.cat([whole[name][12:], whole[name][-1:].expand(4, -1)]))
+    assert torch.equal(second[name], torch.cat([source[name][12:], source[name][-1:].expand(4, -1)]))
     state = torch.load(
         tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.OPTIMIZER_FILE, weights_only=False
     )
@@ -100,14 +94,14 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 1 << 32, (1 << 61) + 3])
 def test_the_state_of_a_cpu_generator_is_that_of_torch(seed: int) -> None:
     like = StoredTensor(Path(), 0, "uint8", (torch.get_rng_state().numel(),))
-    made = copying.generator(like, seed)
+    generated = copying.generator(like, seed)
     expected = torch.Generator().manual_seed(seed).get_state()
-    assert b"".join(map(bytes, made.pieces())) == expected.numpy().tobytes()
+    assert b"".join(map(bytes, generated.pieces())) == expected.numpy().tobytes()
 
 
 def test_random_states_of_new_ranks_are_loaded_by_torch(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a", rng_state=True)
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2") == 0
     saved = {
         folder: torch.load(tmp_path / "b" / STEP_FOLDER / folder / naming.MODEL_FILE, weights_only=False)
         for folder in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
@@ -126,19 +120,19 @@ def test_random_states_of_new_ranks_are_loaded_by_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
-    """All kinds of numbers: random bits, halves between two neighbours, infinite ones, none."""
+    """For random bits, ties between two neighbours, infinities and NaN."""
     bits = torch.randint(-(1 << 31), 1 << 31, (100_000,), generator=torch.Generator().manual_seed(1))
     halves = (torch.arange(0, 1 << 16) << 16) + (1 << 15)
     main = torch.cat([bits, halves]).to(torch.int32).view(torch.float32)
     special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.99, 65520, 1e-8]
     main = torch.cat([main, torch.tensor(special)])
     weight = main.to(dtype)
-    said = str(dtype).removeprefix("torch.")
-    assert copying.rounds_to(_bytes(main), _bytes(weight), said)
+    dtype_name = str(dtype).removeprefix("torch.")
+    assert copying.rounds_to(_bytes(main), _bytes(weight), dtype_name)
     for place in (0, 5, 99_999):
-        other = weight.clone()
-        other[place] = 1.0 if weight[place] != 1.0 else 2.0
-        assert not copying.rounds_to(_bytes(main), _bytes(other), said)
+        rounded_wrong = weight.clone()
+        rounded_wrong[place] = 1.0 if weight[place] != 1.0 else 2.0
+        assert not copying.rounds_to(_bytes(main), _bytes(rounded_wrong), dtype_name)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -178,13 +172,13 @@ def test_what_is_written_is_an_archive_of_torch(
     ("tp", "ep", "etp"), [(1, 1, None), (3, 2, None), (2, 2, 1), (2, 4, 1), (4, 2, 2), (4, 8, 2), (6, 4, 3)]
 )
 def test_each_part_of_a_model_has_a_folder(tp: int, ep: int, etp: int | None) -> None:
-    """The ranks of a stage are numbered, and so the tensor ranks of all else and of experts."""
+    """Folders number the ranks of a stage: by tensor rank for dense parts and by expert rank for experts."""
     sizes = Sizes(tp=tp, ep=ep, etp=etp)
     assert sizes.lack == ""
     ranks = sizes.ranks
     assert len({sizes.folder(rank) for rank in ranks}) == len(ranks)
-    found = [(sizes.replica(rank) * tp + rank.tp, sizes.expert_rank(rank)) for rank in ranks]
-    assert found == [(number, number % (etp or tp)) for number in range((etp or tp) * ep)]
+    folders = [(sizes.replica(rank) * tp + rank.tp, sizes.expert_rank(rank)) for rank in ranks]
+    assert folders == [(number, number % (etp or tp)) for number in range((etp or tp) * ep)]
 
 
 def _with(name: str, value: Any) -> Callable[[Any], None]:
@@ -208,7 +202,7 @@ def _other_group(body: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ("--tp 4", "--tp 4: 6 attention heads are not divisible by 4"),
         ("--pp 3", "--pp 3: 4 layers are not divisible by 3"),
@@ -230,15 +224,17 @@ def _other_group(body: Any) -> None:
         ("--tp 2 --needs tp=2", "--needs is tp=2: the target has TP2 PP1, so there is no such rank"),
     ],
 )
-def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, words: str) -> None:
+def test_refused_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", *options.split()) == 2
-    assert words in capsys.readouterr().err
+    assert transform(tmp_path / "a", tmp_path / "b", *options.split()) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "message"),
     [
         (_with("fp8", "e4m3"), "--fp8-format, which is not transformed"),
         (_with("use_torch_fsdp2", True), "--use-torch-fsdp2, which is not transformed"),
@@ -249,63 +245,60 @@ def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
         (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
         (_with("optimizer", "sgd"), "--optimizer sgd, which is not"),
         (_other_step, "is not of step 7, but of step 6"),
-        (
-            _other_norm,
-            "input_layernorm.weight: its weight differs on rank tp=0,pp=0,ep=0 and rank tp=1",
-        ),
+        (_other_norm, "input_layernorm.weight: its weight differs on rank tp=0,pp=0,ep=0 and rank tp=1"),
         (_other_group, "step or the loss scale differ on rank tp=0,pp=0,ep=0 and rank tp=1"),
     ],
 )
 def test_refused_content(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], message: str
 ) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
     ranks = (
         ("mp_rank_01",) if edit in (_other_step, _other_norm, _other_group) else ("mp_rank_00", "mp_rank_01")
     )
     for rank in ranks:
         small_checkpoint.change(tmp_path / "b" / STEP_FOLDER / rank / naming.MODEL_FILE, edit)
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
-    assert words in capsys.readouterr().err
+    assert transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "c" / STEP_FOLDER).exists()
 
 
 def test_a_rank_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
     (tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.MODEL_FILE).unlink()
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
+    assert transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
     assert "mp_rank_01/model_optim_rng.pt: missing" in capsys.readouterr().err
 
 
 def test_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A byte of a tensor: the manifest tells with --verify; without, weights do not fit the main params."""
+    """With --verify the manifest shows a changed byte; without, the weights do not fit the main params."""
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
     file = tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.MODEL_FILE
     stored = archive.read(file)["model"]["decoder.layers.2.mlp.linear_fc2.weight"]
     content = bytearray(file.read_bytes())
     content[stored.offset] ^= 1
     file.write_bytes(content)
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--verify") == 2
+    assert transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--verify") == 2
     assert "checksum differs from the manifest" in capsys.readouterr().err
-    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 2
+    assert transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 2
     assert "decoder.layers.2.mlp.linear_fc2.weight: the main params" in capsys.readouterr().err
     os.truncate(file, len(content) - 8)
-    assert _transform(tmp_path / "b", tmp_path / "e", "--tp", "1") == 2
+    assert transform(tmp_path / "b", tmp_path / "e", "--tp", "1") == 2
     assert str(file) in capsys.readouterr().err
 
 
 def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "a" / "b", "--tp", "2") == 2
+    assert transform(tmp_path / "a", tmp_path / "a" / "b", "--tp", "2") == 2
     assert "is inside SRC" in capsys.readouterr().err
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.pdf").touch()
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
     assert "is not empty, it has thesis.pdf" in capsys.readouterr().err
-    assert _transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 2
+    assert transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 2
     assert "there is no such folder" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"the transform needs 1152921504\.607 GB"):
         disk.require_room(tmp_path, 1 << 60, run.NEED)
@@ -330,13 +323,13 @@ def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_cannot_rename_what_is_written(tmp_path: Path, attack: bytes) -> None:
-    """A class of the framework that is written as another one would run when DST is loaded."""
+    """A framework's class rewritten under another name would run when DST is loaded."""
     torch.save({}, tmp_path / "file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as zip_file:
         members = {name: zip_file.read(name) for name in zip_file.namelist()}
-    with zipfile.ZipFile(tmp_path / "file.pt", "w", zipfile.ZIP_STORED) as after:
+    with zipfile.ZipFile(tmp_path / "file.pt", "w", zipfile.ZIP_STORED) as zip_target:
         for name, content in members.items():
-            after.writestr(name, attack if name.endswith("data.pkl") else content)
+            zip_target.writestr(name, attack if name.endswith("data.pkl") else content)
     with pytest.raises(CheckpointError):
         archive.read(tmp_path / "file.pt")
 
@@ -354,36 +347,35 @@ def test_a_dry_run_reads_no_tensor_and_imports_neither_numpy_nor_torch(tmp_path:
     assert not (tmp_path / "b").exists()
 
 
-def test_what_a_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_that_a_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--pp", "4") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--pp", "4") == 0
     capsys.readouterr()
-    assert _transform(tmp_path / "b", tmp_path / "c", "--pp", "2", "--needs", "tp=0,pp=1") == 0
-    needed = [
+    assert transform(tmp_path / "b", tmp_path / "c", "--pp", "2", "--needs", "tp=0,pp=1") == 0
+    expected_files = [
         f"mp_rank_00_00{stage}/{name}"
         for stage in (0, 2, 3)
         for name in (naming.OPTIMIZER_FILE, naming.MODEL_FILE)
     ]
-    assert capsys.readouterr().out.split() == needed, "the embedding is on the first stage, too"
+    assert capsys.readouterr().out.split() == expected_files, "the embedding is on the first stage, too"
 
 
 def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=1") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=1") == 0
     folder = run.temporary_folder(tmp_path / "b", STEP)
     (written,) = folder.rglob(naming.MODEL_FILE)
     number = written.stat().st_ino
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
     assert "go on with --resume" in capsys.readouterr().err
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume") == 0
     final = tmp_path / "b" / STEP_FOLDER
     assert (final / "mp_rank_01" / naming.MODEL_FILE).stat().st_ino == number, "it is not written again"
     assert manifest.defects(final) == []
     assert {path.name for path in final.iterdir()} == {"mp_rank_00", "mp_rank_01", naming.MANIFEST}
 
 
-def test_a_source_that_goes_away(tmp_path: Path) -> None:
-    """Its files are gone when the ranks are written: one line, and no wait."""
+def test_a_source_removed_during_the_transform_is_one_line(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     target = TargetCheckpoint(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
     folder = run.temporary_folder(tmp_path / "b", STEP)
@@ -400,20 +392,20 @@ def test_a_disk_that_is_too_small_leaves_nothing(
     small_checkpoint.write(tmp_path / "a")
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert _transform(tmp_path / "a", tmp_path / "b" / "c", "--tp", "2") == 2
+    assert transform(tmp_path / "a", tmp_path / "b" / "c", "--tp", "2") == 2
     assert "0.000 GB are free, the transform needs 0.00" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
 def test_several_workers(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "one", "--tp", "2") == 0
-    assert _transform(tmp_path / "a", tmp_path / "two", "--tp", "2", "--workers", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "one", "--tp", "2") == 0
+    assert transform(tmp_path / "a", tmp_path / "two", "--tp", "2", "--workers", "2") == 0
     assert small_checkpoint.contents(tmp_path / "two") == small_checkpoint.contents(tmp_path / "one")
 
 
 def test_ctrl_c_is_one_line_and_resume_goes_on(tmp_path: Path) -> None:
-    """It goes to all processes of the terminal."""
+    """The signal goes to all processes of the terminal."""
     small_checkpoint.write(tmp_path / "a")
     code = f"{HEARS_CTRL_C}; import sys; from adaptor.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-u", "-c", code, "transform", str(tmp_path / "a"), str(tmp_path / "b")]
@@ -423,16 +415,16 @@ def test_ctrl_c_is_one_line_and_resume_goes_on(tmp_path: Path) -> None:
             assert running.stdout is not None
             assert running.stdout.readline().startswith("step 7")
             os.killpg(running.pid, signal.SIGINT)
-            _, said = running.communicate()
+            _, stderr = running.communicate()
         if tracker.tracked_step(tmp_path / "b") is None:
             break
-        # It had done its work before the signal, of which the interpreter may be ended at its own end.
+        # The worker had finished before the signal, which may kill the interpreter at its exit.
         assert running.returncode in (0, 130, -signal.SIGINT)
         shutil.rmtree(tmp_path / "b")
     assert running.returncode == 130
-    assert said.splitlines()[-1] == (
+    assert stderr.splitlines()[-1] == (
         "python -m adaptor transform: interrupted; the same command with --resume goes on"
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     subprocess.run([*command, "--tp", "2", "--resume"], check=True, capture_output=True)
     assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []

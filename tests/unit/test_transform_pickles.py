@@ -1,4 +1,4 @@
-"""A hostile pickle in a checkpoint: `transform` refuses it in one line, and nothing is imported or run."""
+"""A hostile pickle in a checkpoint: `transform` refuses it in one line, and imports and runs nothing."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from adaptor.transform.copying import Files
 from tests.unit import small_checkpoint
 
 _WATCHED = ("import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "open")
-_seen: list[str] = []
+_audited: list[str] = []
 _watching = False
 
 
 def _hook(event: str, arguments: Any) -> None:
     if _watching and event in _WATCHED:
-        _seen.append(f"{event} {arguments}")
+        _audited.append(f"{event} {arguments}")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _listen() -> None:
-    codecs.lookup("cp437")  # an encoding of zip files, which is imported when it is used
-    sys.addaudithook(_hook)  # for good: Python has no way to take it away
+    codecs.lookup("cp437")  # zip files use this encoding; import it before listening
+    sys.addaudithook(_hook)  # Python cannot remove an audit hook
 
 
 @pytest.fixture
 def bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module `bomb` that can be imported, and the file that it makes then."""
+    """An importable module `bomb`; return the file that its import creates."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "bomb.py").write_text(
         f"open({str(tmp_path / 'burst')!r}, 'w')\nboom = print\nclass Boom: pass\n"
@@ -78,7 +78,7 @@ def with_slots(**attributes: str) -> bytes:
 _NAMESPACE = name("argparse", "Namespace")
 _ENUM = name("megatron.core.enums", "ModelType")
 _ARRAY = name("numpy._core.multiarray", "_reconstruct") + name("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
-# Descriptions, which only a reader that trusts carries out.
+# Pickled descriptions that only a trusting reader executes.
 ATTACKS_KEPT = {
     "a member of what is no class": name("__builtin__", "getattr") + text("bomb") + text("boom") + b"\x86R",
     "a hidden attribute": name("__builtin__", "getattr") + _ENUM + text("__subclasses__") + b"\x86R",
@@ -173,10 +173,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a list in itself": (b"]q\x00h\x00a", "nested over 100 levels deep"),
     "lists of lists": (b"]" * 3000 + b"a" * 2999, "nested over 100 levels deep"),
     "a deep key": (b"}" + b")" + b"\x85" * 3000 + b"Ns", "as a key"),
-    "lists that double": (
-        b"]" + b"".join(b"q%c(h%ch%cl" % (i, i, i) for i in range(3)),
-        "is damaged",
-    ),
+    "lists that double": (b"]" + b"".join(b"q%c(h%ch%cl" % (i, i, i) for i in range(3)), "is damaged"),
     "tuples that double": (
         b"N" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60)),
         "has more than 8000000 values",
@@ -203,27 +200,27 @@ def _write(file: Path, attack: bytes, method: int = zipfile.ZIP_STORED) -> None:
     """Write an archive of torch whose structure is the attack; it has a storage `0` of 12 bytes."""
     torch.save(torch.zeros(3), file)
     with zipfile.ZipFile(file) as zip_file:
-        members = {one: zip_file.read(one) for one in zip_file.namelist()}
-    with zipfile.ZipFile(file, "w", method) as after:
-        for one, content in members.items():
-            after.writestr(one, attack if one.endswith("data.pkl") else content)
+        members = {member: zip_file.read(member) for member in zip_file.namelist()}
+    with zipfile.ZipFile(file, "w", method) as zip_target:
+        for member, content in members.items():
+            zip_target.writestr(member, attack if member.endswith("data.pkl") else content)
 
 
 @contextlib.contextmanager
 def _nothing_runs(file: Path) -> Iterator[None]:
-    """Nothing but the file itself may be opened or run inside of the block."""
+    """Assert that the block opens and runs nothing but the file itself."""
     global _watching
-    _seen.clear()
+    _audited.clear()
     _watching = True
     try:
         yield
     finally:
         _watching = False
-    assert [event for event in _seen if not event.startswith(f"open ('{file}'")] == []
+    assert [event for event in _audited if not event.startswith(f"open ('{file}'")] == []
 
 
 def _refusal(file: Path) -> str:
-    """Read the file, and return why it is refused."""
+    """Read the file; return the reason of the refusal."""
     with _nothing_runs(file), pytest.raises(CheckpointError) as refused:
         archive.read(file)
     return str(refused.value)
@@ -231,24 +228,24 @@ def _refusal(file: Path) -> str:
 
 @pytest.mark.parametrize("attack", ATTACKS_KEPT)
 def test_a_description_runs_nothing_when_read_and_written(tmp_path: Path, bomb: Path, attack: str) -> None:
-    file, again = tmp_path / "file.pt", tmp_path / "again.pt"
+    file, rewritten = tmp_path / "file.pt", tmp_path / "again.pt"
     _write(file, b"\x80\x04" + ATTACKS_KEPT[attack] + b".")
     with _nothing_runs(file):
         read = archive.read(file)
-    with HashingFile(again) as stream, Files() as files:
+    with HashingFile(rewritten) as stream, Files() as files:
         writing.save(read, stream, "again", files)
-    assert type(archive.read(again)) is type(read)
+    assert type(archive.read(rewritten)) is type(read)
     assert not bomb.exists()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_runs_nothing(tmp_path: Path, bomb: Path, attack: str) -> None:
-    content, words = ATTACKS[attack]
+    content, reason = ATTACKS[attack]
     _write(tmp_path / "file.pt", b"\x80\x04" + content + b".")
-    said = _refusal(tmp_path / "file.pt")
-    assert said.startswith(f"{tmp_path / 'file.pt'}: ")
-    assert words in said
-    assert "\n" not in said
+    refusal = _refusal(tmp_path / "file.pt")
+    assert refusal.startswith(f"{tmp_path / 'file.pt'}: ")
+    assert reason in refusal
+    assert "\n" not in refusal
     assert not bomb.exists()
 
 
@@ -261,7 +258,7 @@ def test_a_storage_that_claims_more_than_the_file_has(tmp_path: Path) -> None:
     file = tmp_path / "file.pt"
     _write(file, b"\x80\x02N.")
     with zipfile.ZipFile(file) as opened:
-        (info,) = (one for one in opened.infolist() if "/data/" in one.filename)
+        (info,) = (member for member in opened.infolist() if "/data/" in member.filename)
     content = bytearray(file.read_bytes())
     at = content.index(b"PK\x01\x02")
     while content[at + 46 : at + 46 + len(info.filename)] != info.filename.encode():
@@ -271,20 +268,20 @@ def test_a_storage_that_claims_more_than_the_file_has(tmp_path: Path) -> None:
     assert "ends before the end of file/data/0" in _refusal(file)
 
 
-def test_the_command_says_it_in_one_line(
+def test_the_command_refuses_in_one_line(
     tmp_path: Path, bomb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A class that is renamed would be imported when the arguments are written again."""
+    """The class would be imported when the arguments are written again."""
     small_checkpoint.write(tmp_path / "a")
     folder = tmp_path / "a" / naming.final_name(small_checkpoint.STEP) / "mp_rank_00"
     renamed = _NAMESPACE + with_slots(__module__="bomb", __qualname__="Boom") + b"0"
     for file in (folder / naming.MODEL_FILE, folder / naming.OPTIMIZER_FILE):
         with zipfile.ZipFile(file) as zip_file:
-            members = {one: zip_file.read(one) for one in zip_file.namelist()}
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as after:
-            for one, content in members.items():
+            members = {member: zip_file.read(member) for member in zip_file.namelist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as zip_target:
+            for member, content in members.items():
                 hostile = content[:2] + renamed + content[2:]
-                after.writestr(one, hostile if one.endswith("data.pkl") else content)
+                zip_target.writestr(member, hostile if member.endswith("data.pkl") else content)
     (folder.parent / naming.MANIFEST).unlink()
     assert main(["transform", str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "2", "--workers", "1"]) != 0
     (line,) = capsys.readouterr().err.splitlines()
@@ -294,31 +291,31 @@ def test_the_command_says_it_in_one_line(
 
 
 class ModelType(enum.Enum):
-    """An enum of a framework, for the test: the module is what a checkpoint of Megatron names."""
+    """An enum in a module that Megatron's checkpoints name."""
 
     encoder_or_decoder = 1
 
 
 class Settings:
-    """An object of a framework with a state."""
-
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
 
 class Nested:
-    """Is pickled as some versions of Python pickle a member of an enum."""
+    """Pickled as some versions of Python pickle a member of a nested enum."""
 
     def __reduce__(self) -> Any:
         return getattr, (ModelType, "encoder_or_decoder")
 
 
-for _one in (ModelType, Settings):
-    _one.__module__ = "megatron.test_classes"
+for _framework_class in (ModelType, Settings):
+    _framework_class.__module__ = "megatron.test_classes"
 
 
-def test_all_that_frameworks_save_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte for byte the same objects, without the framework's classes; they are needed to load them."""
+def test_the_objects_that_frameworks_save_are_rewritten_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewriting needs none of the framework's classes; loading needs them."""
     module = type(sys)("megatron.test_classes")
     vars(module).update(ModelType=ModelType, Settings=Settings)
     monkeypatch.setitem(sys.modules, "megatron", type(sys)("megatron"))
@@ -350,19 +347,19 @@ def test_all_that_frameworks_save_is_written_again(tmp_path: Path, monkeypatch: 
         writing.save(read, stream, "two", files)
     monkeypatch.setitem(sys.modules, "megatron", type(sys)("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.test_classes", module)
-    again = torch.load(tmp_path / "two.pt", weights_only=False)
-    assert again["args"].settings.depth == 3
-    assert again["args"].nested is ModelType.encoder_or_decoder
-    assert again["stream"].getvalue() == b"abc"
-    assert again["numpy"][1].tolist() == list(range(624))
+    rewritten = torch.load(tmp_path / "two.pt", weights_only=False)
+    assert rewritten["args"].settings.depth == 3
+    assert rewritten["args"].nested is ModelType.encoder_or_decoder
+    assert rewritten["stream"].getvalue() == b"abc"
+    assert rewritten["numpy"][1].tolist() == list(range(624))
     for key in ("kind", "dtype", "device", "path", "signal", "some", "half", "large"):
-        assert getattr(again["args"], key) == getattr(content["args"], key)
-    assert again["order"] == content["order"]
-    assert again[torch.bfloat16, torch.float32] == [[], {}, ()]
+        assert getattr(rewritten["args"], key) == getattr(content["args"], key)
+    assert rewritten["order"] == content["order"]
+    assert rewritten[torch.bfloat16, torch.float32] == [[], {}, ()]
 
 
 def test_the_attacks_work_on_a_reader_that_trusts(tmp_path: Path, bomb: Path) -> None:
-    """So that the tests above do not pass for lack of an attack."""
+    """Show that the attacks above are real."""
     content = b"\x80\x04" + ATTACKS["an import"][0] + b"."
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read())"
     environment = {"PYTHONPATH": str(tmp_path / "modules")}

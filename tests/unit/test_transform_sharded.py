@@ -1,11 +1,10 @@
 """`python -m adaptor transform` from and to the format `torch_dist`: small checkpoints, no framework.
 
-That Megatron-LM writes and loads such files is shown by `tests/integration/test_transform.py`.
+`tests/integration/test_transform.py` shows that Megatron-LM writes and loads such files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -21,31 +20,21 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from adaptor.__main__ import main
 from adaptor.checkpoint import dcp, layout_file, manifest, tracker
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
-from tests.unit.small_checkpoint import FFN, STEP
+from tests.unit.small_checkpoint import FFN, STEP, error_line, transform
+from tests.unit.test_integrity import framework_checks
 
 STEP_FOLDER = naming.final_name(STEP)
 SHARDED = ("--format", "torch_dist")
-
-
-def _transform(source: Path, target: Path, *options: str) -> int:
-    return main(["transform", str(source), str(target), "--workers", "1", *options])
-
-
-def _line(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
-    assert line.startswith("python -m adaptor transform: ")
-    return line
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     """A checkpoint of the format `torch_dist` in two tensor ranks and two stages."""
     small_checkpoint.write(tmp_path / "a", rng_state=True, ckpt_format="torch")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--verify", *SHARDED) == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--verify", *SHARDED) == 0
     return tmp_path / "b"
 
 
@@ -54,7 +43,7 @@ def _index(root: Path) -> Path:
 
 
 def _change_index(root: Path, edit: Callable[[Any], None]) -> None:
-    """Let `edit` change the index; the manifest goes, which would tell of it."""
+    """Edit the index by `edit`; remove the manifest, whose checksum would differ."""
     content = pickle.loads(_index(root).read_bytes())
     edit(content)
     _index(root).write_bytes(pickle.dumps(content))
@@ -65,48 +54,48 @@ def _change_index(root: Path, edit: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("sizes", ["--tp 1", "--tp 2 --pp 2", "--tp 3", "--pp 2 --vpp 2"])
 def test_there_and_back(tmp_path: Path, sizes: str, described: bool) -> None:
     small_checkpoint.write(tmp_path / "a", described=described, ckpt_format="torch")
-    assert _transform(tmp_path / "a", tmp_path / "b", *sizes.split(), *SHARDED) == 0
-    # The rules for buffers are asked only where no layout file is there.
+    assert transform(tmp_path / "a", tmp_path / "b", *sizes.split(), *SHARDED) == 0
+    # The rules for buffers are used only without a layout file.
     target = ["--tp", "1", "--pp", "1", "--dp", "1"]
-    assert _transform(tmp_path / "b", tmp_path / "c", *target) == 0
-    assert _transform(tmp_path / "a", tmp_path / "d", *target) == 0
+    assert transform(tmp_path / "b", tmp_path / "c", *target) == 0
+    assert transform(tmp_path / "a", tmp_path / "d", *target) == 0
     assert small_checkpoint.contents(tmp_path / "c") == small_checkpoint.contents(tmp_path / "d")
     assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
     assert tracker.tracked_step(tmp_path / "b") == STEP
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_it(tmp_path: Path, sharded: Path) -> None:
-    whole = small_checkpoint.write(tmp_path / "again")
+def test_torch_loads_a_transformed_checkpoint(tmp_path: Path, sharded: Path) -> None:
+    source = small_checkpoint.write(tmp_path / "again")
     reader = FileSystemReader(str(sharded / STEP_FOLDER))
-    said = reader.read_metadata().state_dict_metadata
+    stored = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in said.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    objects = [name for name, one in said.items() if isinstance(one, BytesStorageMetadata)]
+    objects = [name for name, entry in stored.items() if isinstance(entry, BytesStorageMetadata)]
     assert objects == [f"rng_state/shard_{pp}.{tp}_2.2" for pp in range(2) for tp in range(2)]
     load(state, storage_reader=reader, no_dist=True)
     name = "decoder.layers.3.mlp.linear_fc1.weight"
-    assert torch.equal(state[f"{name}_w"], whole[name][:FFN])
-    assert torch.equal(state[f"optimizer.state.param.{name}_v"], whole[name][FFN:].float())
+    assert torch.equal(state[f"{name}_w"], source[name][:FFN])
+    assert torch.equal(state[f"optimizer.state.param.{name}_v"], source[name][FFN:].float())
     assert torch.equal(
-        state["embedding.word_embeddings.weight"][:20], whole["embedding.word_embeddings.weight"]
+        state["embedding.word_embeddings.weight"][:20], source["embedding.word_embeddings.weight"]
     )
     assert state["optimizer.state.exp_avg.decoder.final_layernorm.weight"].all()
 
 
 def test_from_one_to_another_layout_of_the_same_format(tmp_path: Path, sharded: Path) -> None:
-    assert _transform(sharded, tmp_path / "c", "--tp", "3", "--pp", "1", "--dp", "1", *SHARDED) == 0
-    assert _transform(tmp_path / "a", tmp_path / "d", "--tp", "3", *SHARDED) == 0
-    ours, theirs = (
-        FileSystemReader(str(tmp_path / one / STEP_FOLDER)).read_metadata().state_dict_metadata
-        for one in "cd"
+    assert transform(sharded, tmp_path / "c", "--tp", "3", "--pp", "1", "--dp", "1", *SHARDED) == 0
+    assert transform(tmp_path / "a", tmp_path / "d", "--tp", "3", *SHARDED) == 0
+    written, expected = (
+        FileSystemReader(str(tmp_path / folder / STEP_FOLDER)).read_metadata().state_dict_metadata
+        for folder in "cd"
     )
-    assert ours == theirs
-    assert _transform(tmp_path / "c", tmp_path / "e", "--tp", "1", "--dp", "1") == 0
-    assert _transform(tmp_path / "d", tmp_path / "f", "--tp", "1", "--dp", "1") == 0
+    assert written == expected
+    assert transform(tmp_path / "c", tmp_path / "e", "--tp", "1", "--dp", "1") == 0
+    assert transform(tmp_path / "d", tmp_path / "f", "--tp", "1", "--dp", "1") == 0
     assert small_checkpoint.contents(tmp_path / "e") == small_checkpoint.contents(tmp_path / "f")
 
 
@@ -114,8 +103,8 @@ def test_the_files_that_a_rank_needs(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert _transform(sharded, tmp_path / "c", "--tp", "2", "--pp", "4", "--needs", "tp=1,pp=3") == 0
-    # The tied embedding is in the first stage; of what tensor ranks share, the first has written it.
+    assert transform(sharded, tmp_path / "c", "--tp", "2", "--pp", "4", "--needs", "tp=1,pp=3") == 0
+    # The tied embedding is in the first stage; the first tensor rank wrote the state that tensor ranks share.
     assert capsys.readouterr().out.split() == ["__1_0.distcp", "__2_0.distcp", "__3_0.distcp"]
 
 
@@ -123,20 +112,20 @@ def test_rank_by_rank(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     options = ["--tp", "2", *SHARDED]
     for rank in ("tp=1", "tp=0"):
-        assert _transform(tmp_path / "a", tmp_path / "b", *options, "--rank", rank) == 0
-    assert _transform(tmp_path / "a", tmp_path / "b", *options, "--resume") == 0
-    assert _transform(tmp_path / "a", tmp_path / "c", *options) == 0
+        assert transform(tmp_path / "a", tmp_path / "b", *options, "--rank", rank) == 0
+    assert transform(tmp_path / "a", tmp_path / "b", *options, "--resume") == 0
+    assert transform(tmp_path / "a", tmp_path / "c", *options) == 0
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt"):
-        ours, theirs = (tmp_path / one / STEP_FOLDER / name for one in "bc")
-        assert ours.read_bytes() == theirs.read_bytes()
+        by_rank, at_once = (tmp_path / folder / STEP_FOLDER / name for folder in "bc")
+        assert by_rank.read_bytes() == at_once.read_bytes()
     files = {path.name for path in (tmp_path / "b" / STEP_FOLDER).iterdir()}
     assert files >= {"metadata.json", naming.LAYOUT, naming.MANIFEST}
 
 
-def test_a_note_of_the_other_format_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_resume_note_of_the_other_format_is_ignored(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=0") == 0
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume", *SHARDED) == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=0") == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume", *SHARDED) == 0
     assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
     assert (tmp_path / "b" / STEP_FOLDER / "__0_0.distcp").exists()
 
@@ -147,8 +136,8 @@ def test_a_dry_run_imports_neither_numpy_nor_torch(sharded: Path, tmp_path: Path
         " assert not {'numpy', 'torch'} & sys.modules.keys(); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "transform", str(sharded), str(tmp_path / "c"), "--dry-run"]
-    said = subprocess.run([*command, "--tp", "1"], check=True, capture_output=True, text=True).stdout
-    assert said.startswith("step 7: TP2 PP2 to TP1 PP2, 2 of 2 ranks")
+    stdout = subprocess.run([*command, "--tp", "1"], check=True, capture_output=True, text=True).stdout
+    assert stdout.startswith("step 7: TP2 PP2 to TP1 PP2, 2 of 2 ranks")
 
 
 class _Boom:
@@ -192,7 +181,7 @@ def _in_other_chunks(content: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "message"),
     [
         (_hostile, ".metadata: has an object of posix.system; not read"),
         (_elsewhere, ".metadata: names the file '../../a/file', which is none of its folder"),
@@ -209,12 +198,12 @@ def test_an_index_that_is_wrong(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     edit: Callable[[Any], None],
-    words: str,
+    message: str,
 ) -> None:
     _change_index(sharded, edit)
     capsys.readouterr()
-    assert _transform(sharded, tmp_path / "c", "--tp", "1") == 2
-    assert words in _line(capsys)
+    assert transform(sharded, tmp_path / "c", "--tp", "1") == 2
+    assert message in error_line(capsys)
     assert not Path("/tmp/boom").exists()
 
 
@@ -258,7 +247,7 @@ def _of_another_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "message"),
     [
         (_without_a_layout, "ttprun --ttp-layout-only"),
         (_without_a_file, "__1_0.distcp: No such file or directory"),
@@ -276,13 +265,13 @@ def test_files_that_are_wrong(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     edit: Callable[[Path], None],
-    words: str,
+    message: str,
 ) -> None:
     edit(sharded / STEP_FOLDER)
     (sharded / STEP_FOLDER / naming.MANIFEST).unlink()
     capsys.readouterr()
-    assert _transform(sharded, tmp_path / "c", "--tp", "1") == 2
-    assert words in _line(capsys)
+    assert transform(sharded, tmp_path / "c", "--tp", "1") == 2
+    assert message in error_line(capsys)
 
 
 def test_a_byte_that_changed(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,8 +280,8 @@ def test_a_byte_that_changed(sharded: Path, tmp_path: Path, capsys: pytest.Captu
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     capsys.readouterr()
-    assert _transform(sharded, tmp_path / "c", "--tp", "1", "--verify") == 2
-    assert "__0_0.distcp: checksum differs from the manifest" in _line(capsys)
+    assert transform(sharded, tmp_path / "c", "--tp", "1", "--verify") == 2
+    assert "__0_0.distcp: checksum differs from the manifest" in error_line(capsys)
 
 
 @pytest.mark.parametrize(("core", "code"), [("0.12.3", 2), ("0.14.0", 0), ("", 0)])
@@ -304,35 +293,26 @@ def test_a_target_that_could_not_load_it(
     older = msgspec.structs.replace(layout, core=core)
     (tmp_path / "older.json.gz").write_bytes(layout_file.join([layout_file.encode(older)]))
     options = ["--layout", str(tmp_path / "older.json.gz"), *SHARDED]
-    assert _transform(tmp_path / "a", tmp_path / "b", *options) == code
+    assert transform(tmp_path / "a", tmp_path / "b", *options) == code
     if code:
-        assert "older.json.gz is of Megatron-core 0.12.3, which does not load" in _line(capsys)
+        assert "older.json.gz is of Megatron-core 0.12.3, which does not load" in error_line(capsys)
 
 
-def _framework_checks(folder: Path) -> list[str]:
-    """The names that Megatron-LM's `--verify-integrity` compares; it raises where one differs."""
-    said = json.loads((folder / dcp.INTEGRITY).read_text())
-    assert said["algorithm"] == "sha256"
-    for name, digest in said["files"].items():
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
-    return list(said["files"])
-
-
-def test_the_digests_that_the_framework_checks(tmp_path: Path) -> None:
-    """They are there where the source was saved with --verify-integrity; also after an interruption."""
+def test_digests_are_written_for_verify_integrity(tmp_path: Path) -> None:
+    """The target has digests if the source was saved with --verify-integrity, also after an interruption."""
     small_checkpoint.write(tmp_path / "a", ckpt_format="torch", verify_integrity=True)
     for rank in ("tp=0,pp=0", "tp=1,pp=0"):
-        assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--rank", rank) == 0
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--resume", "--verify") == 0
+        assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--rank", rank) == 0
+    assert transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--resume", "--verify") == 0
     folder = tmp_path / "b" / STEP_FOLDER
     names = [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
-    assert _framework_checks(folder) == names
+    assert framework_checks(folder) == names
     assert manifest.defects(folder) == []
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "2", *SHARDED) == 0
-    assert _framework_checks(tmp_path / "c" / STEP_FOLDER) == names
-    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 0
+    assert transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "2", *SHARDED) == 0
+    assert framework_checks(tmp_path / "c" / STEP_FOLDER) == names
+    assert transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 0
     assert not (tmp_path / "d" / STEP_FOLDER / dcp.INTEGRITY).exists(), "the format torch has none"
 
 
-def test_no_digests_where_nobody_asks_for_them(sharded: Path) -> None:
+def test_no_digests_without_verify_integrity(sharded: Path) -> None:
     assert not (sharded / STEP_FOLDER / dcp.INTEGRITY).exists()

@@ -1,4 +1,4 @@
-"""The twin check on one rank: what the window does with its answer, and how ranks agree on the interval."""
+"""The twin check on one rank: its effect on the update window, and how ranks agree on the interval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["worker"]  # a fixture
 
 
 class _Verifier:
-    """The holders differ at the door of `bad`, and before a save of the step before."""
+    """Reports different holders at the door of step `bad`, and before a save of the previous step."""
 
     def __init__(self, bad: int) -> None:
         self.calls: list[Any] = []
@@ -51,13 +51,13 @@ def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
     worker.loop.step(1)
     worker.loop.step(2)
     worker.session.begin_step(3)
-    ended: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def update() -> None:
         try:
             worker.loop.update(3)
         except Unwind as error:
-            ended.append(error)
+            errors.append(error)
 
     with Thread(update):
         wait_for_waiter(worker.changed)
@@ -66,7 +66,7 @@ def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
         assert worker.frozen().finished == 2
         worker.session.door.let_through(2)  # as for a dump of step 2
         worker.session.door.turn_away()
-    assert len(ended) == 1
+    assert len(errors) == 1
     assert worker.trainee.weights == 2
     assert verifier.calls == [("begin", None), ("after", 1, 1), ("after", 2, 2)]
 
@@ -86,7 +86,7 @@ def test_where_holders_differ_no_step_is_saved(worker: Worker) -> None:
 
 
 def test_restored_state_is_compared_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TTP_VERIFY_EVERY=5 too; a survivor keeps the sums of its update, and a newcomer takes new ones."""
+    """Also with TTP_VERIFY_EVERY=5; a survivor keeps the sums of its update, a newcomer takes new sums."""
     monkeypatch.setattr(twin_check, "_sums_of_shards", lambda trainee: {0: trainee})
     _others_say(monkeypatch)
     check, _ = _check(5)
@@ -119,35 +119,38 @@ TWINS = _trainee((Share("g", 0, 1),), (Share("g", 0, 1),))
 
 
 def _check(every: int | None = None, on_corruption: str = "replace") -> tuple[TwinCheck, list[Corruption]]:
-    told: list[Any] = []
-    return TwinCheck(every, on_corruption, 0, told.append), told
+    reports: list[Any] = []
+    return TwinCheck(every, on_corruption, 0, reports.append), reports
 
 
-def _others_say(monkeypatch: pytest.MonkeyPatch, *others: Sequence[int]) -> None:
+def _others_say(monkeypatch: pytest.MonkeyPatch, *others_numbers: Sequence[int]) -> None:
     monkeypatch.setattr(
-        twin_check, "_smallest", lambda *own: [min(numbers) for numbers in zip(own, *others, strict=True)]
+        twin_check,
+        "_smallest",
+        lambda *own_numbers: [min(numbers) for numbers in zip(own_numbers, *others_numbers, strict=True)],
     )
 
 
 @pytest.mark.parametrize(
-    ("every", "other", "expected"),
+    ("every", "other_numbers", "expected"),
     [
-        (
-            None,
-            (True, -16, False, False, 1, -40),
-            16,
-        ),  # a new process, with an interval that others have chosen
+        (None, (True, -16, False, False, 1, -40), 16),  # a new process adopts the interval of the other ranks
         (7, (True, -7, False, True, 7, -40), 7),
-        (None, (False, -1, False, False, 1, -40), 0),  # they have turned the check off
+        (None, (False, -1, False, False, 1, -40), 0),  # the other ranks have turned the check off
     ],
 )
 def test_a_new_process_verifies_the_steps_of_the_others(
-    every: int | None, other: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+    every: int | None, other_numbers: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _others_say(monkeypatch, other)
+    _others_say(monkeypatch, other_numbers)
     check, _ = _check(every)
     check.begin(TWINS)
-    assert (check._every, check._chooses, check._first, check._agreed) == (expected, False, other[4], 40)
+    assert (check._every, check._chooses, check._first, check._agreed) == (
+        expected,
+        False,
+        other_numbers[4],
+        40,
+    )
 
 
 def test_a_restart_does_not_test_the_layout_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_restart_does_not_test_the_layout_again(monkeypatch: pytest.MonkeyPatc
     assert check._every == 0
 
 
-def test_a_shard_that_has_changed_since_its_update_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_changed_since_its_update_is_not_provided(monkeypatch: pytest.MonkeyPatch) -> None:
     param = torch.nn.Parameter(torch.ones(4))
     param.grad = torch.ones(4)
     optimizer = torch.optim.AdamW([param])
@@ -178,8 +181,8 @@ def test_a_shard_that_has_changed_since_its_update_is_not_given(monkeypatch: pyt
     check.after_update(TWINS, 1)
     check.require_unchanged(TWINS, 1, {0})
     optimizer.state[param]["exp_avg"].view(torch.int32)[2] ^= 1
-    check.require_unchanged(TWINS, 2, {0})  # these sums are of another step
-    check.require_unchanged(TWINS, 1, {1})  # this rank gives another shard
+    check.require_unchanged(TWINS, 2, {0})  # the sums belong to another step
+    check.require_unchanged(TWINS, 1, {1})  # this rank provides another shard
     with pytest.raises(CheckpointError, match=r"exp_avg of shard g/0 changed at rest after .* step 1"):
         check.require_unchanged(TWINS, 1, {0})
 
@@ -202,30 +205,30 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_in_the_self_test_a_difference_turns_the_check_off(printed: list[str]) -> None:
-    check, told = _check(1)
+    check, reports = _check(1)
     assert check._act_on(FINDING, FINDING.agreed, is_self_test=True)
-    assert (check._every, told) == (0, [])
+    assert (check._every, reports) == (0, [])
     (line,) = printed
     assert line.startswith("[ttp] no step is verified (TTP_VERIFY_EVERY): param differs, in the first 20")
 
 
-@pytest.mark.parametrize("how", ["replace", "stop", "report"])
-def test_after_that_the_setting_decides(how: str, printed: list[str]) -> None:
-    check, told = _check(1, how)
-    goes_on = how == "report"
+@pytest.mark.parametrize("on_corruption", ["replace", "stop", "report"])
+def test_after_the_self_test_the_setting_decides(on_corruption: str, printed: list[str]) -> None:
+    check, reports = _check(1, on_corruption)
+    goes_on = on_corruption == "report"
     assert [check._act_on(FINDING, 7, is_self_test=False) for _ in range(2)] == [goes_on] * 2
-    sent = [(message.suspects, message.agreed, message.stops) for message in told]
-    assert sent == ([] if goes_on else [((0, 1), 4, how == "stop")] * 2)
+    sent = [(message.suspects, message.agreed, message.stops) for message in reports]
+    assert sent == ([] if goes_on else [((0, 1), 4, on_corruption == "stop")] * 2)
     line = "[ttp] CORRUPTION: param differs; rank 0 and 1: one of them corrupt"
     assert printed == [line] * goes_on
 
 
-def test_state_that_a_script_changes_in_every_step_is_told_of_once(printed: list[str]) -> None:
-    check, told = _check(1)
+def test_state_that_the_script_changes_in_every_step_is_reported_once(printed: list[str]) -> None:
+    check, reports = _check(1)
     for step, label in ((4, "g/0"), (5, "g/0"), (6, "g/1")):
         alike = verdict.Finding(verdict.Kind.UNKNOWN, label, (), (), (), step, f"alike after step {step}")
         assert check._act_on(alike, step, is_self_test=False)
-    assert (told, printed) == ([], ["[ttp] alike after step 4", "[ttp] alike after step 6"])
+    assert (reports, printed) == ([], ["[ttp] alike after step 4", "[ttp] alike after step 6"])
 
 
 def test_holders_that_a_script_has_changed_alike_agree(
@@ -234,9 +237,9 @@ def test_holders_that_a_script_has_changed_alike_agree(
     monkeypatch.setattr(twin_check, "_everyone", lambda: None)
     monkeypatch.setattr(group, "total", lambda everyone, number: 1)
     monkeypatch.setattr(group, "gather_bytes", lambda everyone, data: [data, data])
-    check, told = _check(1)
+    check, reports = _check(1)
     check._holders, check._models, check._step = {"g/0": [0, 1]}, {"g": [0, 1]}, 30
     record = verdict.ShardRecord({"param": "a"}, {"param": "b"}, {"grad": "c"})
     report = verdict.Report({"g/0": record}, {"g": ("w", "w")}, 29)
     assert check._is_agreed(report, 31, lambda is_agreed: None)
-    assert (check._agreed, told, len(printed)) == (30, [], 1)
+    assert (check._agreed, reports, len(printed)) == (30, [], 1)

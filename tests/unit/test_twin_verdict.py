@@ -1,4 +1,4 @@
-"""The verdict on a verified step: the numbers of all ranks add up to 0, or a finding names what it can."""
+"""The verdict on a verified step: the contributions of all ranks add up to 0, or a finding says why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reports_of(shards: Mapping[str, list[int]], agreed: int = 5) -> list[Report]
 def change(
     reports: list[Report], rank: int, sums: str, key: str, shards: Mapping[str, list[int]] = SPLIT
 ) -> None:
-    """Let the `sums` of the shard of a rank differ under `key`; of `weights` the `key` is its place."""
+    """Change the `sums` of a rank's shard under `key`; for `weights` the `key` is the place."""
     report = reports[rank]
     if sums == "weights":
         pair = list(report.weights["g"])
@@ -70,7 +70,7 @@ def test_where_all_agree_the_sum_is_zero(shards: dict[str, list[int]]) -> None:
     assert total(reports_of(shards), shards) == 0
 
 
-# What differs on which rank: the kind, who is named, who is suspected, and the newest agreed step.
+# By case: the kind, the named rank, the suspected ranks, and the newest agreed step.
 CASES: dict[str, tuple[Any, ...]] = {
     "at rest": ([(1, "at_door", "exp_avg")], SPLIT, Kind.AT_REST, (1,), (), 6),
     "at rest, alike on all holders": (
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         (0, 1, 2, 3),
         6,
     ),
-    # What is damaged at rest explains all that follows from it.
+    # Damage at rest explains the differences that follow from it.
     "at rest, and weights": (
         [(1, "at_door", "param"), (1, "weights", "1")],
         SPLIT,
@@ -158,7 +158,7 @@ def test_a_schedule_that_changes_the_learning_rate_is_no_damage_at_rest() -> Non
 
 
 def test_weights_on_a_single_rank_are_compared_with_themselves() -> None:
-    """Where the weights of all such ranks have changed, the script has changed them."""
+    """If the weights of all such ranks have changed, the script changed them."""
     models = {"a": [0], "b": [1], "c": [2, 3]}
     reports = [
         msgspec.structs.replace(report, weights={"abcc"[rank]: ("w1", "w1")})
@@ -166,12 +166,14 @@ def test_weights_on_a_single_rank_are_compared_with_themselves() -> None:
     ]
 
     def judged(*changed: int) -> tuple[int, verdict.Finding]:
-        now = list(reports)
+        changed_reports = list(reports)
         for rank in changed:
             (label,) = reports[rank].weights
-            now[rank] = msgspec.structs.replace(reports[rank], weights={label: ("w1", "w2")})
-        numbers = [verdict.contribution(report, rank, SPLIT, models) for rank, report in enumerate(now)]
-        return sum(numbers) % (1 << 64), verdict.decide(now, STEP, STEP + 1, SPLIT, models)
+            changed_reports[rank] = msgspec.structs.replace(reports[rank], weights={label: ("w1", "w2")})
+        numbers = [
+            verdict.contribution(report, rank, SPLIT, models) for rank, report in enumerate(changed_reports)
+        ]
+        return sum(numbers) % (1 << 64), verdict.decide(changed_reports, STEP, STEP + 1, SPLIT, models)
 
     assert judged()[0] == 0
     total, finding = judged(1)
@@ -186,13 +188,13 @@ def test_a_sum_that_is_added_up_wrongly_blames_nobody() -> None:
 
 
 def _dense_and_experts() -> list[tuple[Share, ...]]:
-    """Four ranks, two folders: what is dense belongs to both, in two shards on two holders each."""
+    """Four ranks, two folders: dense parameters belong to both, in two shards with two holders each."""
     shares = []
     for rank in range(4):
-        own, other = ("a", "b") if rank % 2 == 0 else ("b", "a")
+        own_group, other_group = ("a", "b") if rank % 2 == 0 else ("b", "a")
         shard = 0 if rank < 2 else 1
-        dense = [Share(own, shard, 3), Share(other, shard, 3, can_write=False)]
-        shares.append((*dense, Share(own, 2, 3)))
+        dense = [Share(own_group, shard, 3), Share(other_group, shard, 3, can_write=False)]
+        shares.append((*dense, Share(own_group, 2, 3)))
     return shares
 
 
@@ -214,4 +216,6 @@ def test_the_holders_of_each_shard(
 ) -> None:
     labels, holders = verdict.holders_of(shares())
     assert sorted(holders.values()) == expected
-    assert all(rank in holders[label] for rank, own in enumerate(labels) for label in own.values())
+    assert all(
+        rank in holders[label] for rank, own_labels in enumerate(labels) for label in own_labels.values()
+    )

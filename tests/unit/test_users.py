@@ -20,8 +20,8 @@ from tests.unit.other_user import NOBODY
 
 __all__ = ["launcher", "zygote"]
 
-# Each node has one rank; that of node 1 becomes another user, then both begin to train as a framework does.
-# AGREE stands for a collective, after which rank 0 has the lease.
+# One rank per node; the rank of node 1 switches to another user, then both begin to train.
+# AGREE replaces a collective; after the collective rank 0 has the lease.
 TRAINS = """
 import os, sys
 from pathlib import Path
@@ -47,7 +47,7 @@ loop.begin(10)
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that every user reaches; those of pytest are their owner's alone."""
+    """A folder that every user can reach; pytest's folders belong to one user."""
     if os.getuid() != 0:
         pytest.skip("only root can play another user")
     folder = Path(tempfile.mkdtemp(prefix="ttp-test-users-", dir="/tmp"))
@@ -56,15 +56,15 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def ends(
-    zygote: subprocess.Popen[str], folder: Path, shared: Path, save: str, other: int = NOBODY
+def run_both_nodes(
+    zygote: subprocess.Popen[str], folder: Path, shared: Path, save: str, other_uid: int = NOBODY
 ) -> list[tuple[int, str]]:
-    """The exit code and the last line of both nodes."""
-    text = TRAINS.replace("SHARED", str(shared)).replace("SAVE", save).replace("OTHER", str(other))
+    """Run both nodes; return the exit code and the log of each."""
+    text = TRAINS.replace("SHARED", str(shared)).replace("SAVE", save).replace("OTHER", str(other_uid))
     nodes, started = start_two(zygote, folder, text)
-    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
-    assert not any("Traceback" in one.log for one in ended), ended
-    return [(one.code, one.log) for one in ended]
+    results = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    assert not any("Traceback" in result.log for result in results), results
+    return [(result.code, result.log) for result in results]
 
 
 def trained(shared: Path) -> list[str]:
@@ -79,14 +79,14 @@ def trained(shared: Path) -> list[str]:
 def test_different_users_in_one_folder(zygote: subprocess.Popen[str], tmp_path: Path, shared: Path) -> None:
     save = shared / "save"
     save.mkdir()
-    save.chmod(0o777)  # so each of them can write there
+    save.chmod(0o777)  # writable for both users
     host = socket.gethostname()
     line = (
         f"ttprun: error: --save is {save}: node 1 ({host}) writes there as user {NOBODY} (nobody), node 0"
         f" ({host}) as user 0 ({getpass.getuser()}), and neither can write into the other's checkpoints: "
         "start ttprun as the same user on every node"
     )
-    for code, log in ends(zygote, tmp_path, shared, str(save)):
+    for code, log in run_both_nodes(zygote, tmp_path, shared, str(save)):
         assert code == 2, log
         assert log.strip().splitlines()[-1] == line
     assert "trains1" not in trained(shared)
@@ -106,25 +106,24 @@ def test_a_folder_that_one_node_cannot_write(
         f"ttprun: error: --save is {save}: it cannot be written (Permission denied) by user {NOBODY} (nobody)"
         f" on node 1 ({socket.gethostname()})"
     )
-    for code, log in ends(zygote, tmp_path, shared, str(save)):
+    for code, log in run_both_nodes(zygote, tmp_path, shared, str(save)):
         assert code == 2, log
         assert log.strip().splitlines()[-1] == line
     assert trained(shared) == []
 
 
 @pytest.mark.parametrize(
-    ("save", "other"), [("save", 0), ("saveRANK", NOBODY)], ids=["same user", "own disks"]
+    ("save", "other_uid"), [("save", 0), ("saveRANK", NOBODY)], ids=["same user", "own disks"]
 )
-def test_what_is_not_refused(
-    save: str, other: int, zygote: subprocess.Popen[str], tmp_path: Path, shared: Path
+def test_different_users_may_save_to_different_folders(
+    save: str, other_uid: int, zygote: subprocess.Popen[str], tmp_path: Path, shared: Path
 ) -> None:
-    """Users are compared where both nodes save to the same folder, not where each has its own."""
     for rank in "01":
         folder = shared / save.replace("RANK", rank)
         folder.mkdir(exist_ok=True)
         folder.chmod(0o777)
         gone = msgspec.structs.replace(Owner.of(os.getpid()), ticks=0)
         Lease(folder, gone, "the generation of an earlier job of root").take()
-    for code, log in ends(zygote, tmp_path, shared, str(shared / save), other):
+    for code, log in run_both_nodes(zygote, tmp_path, shared, str(shared / save), other_uid):
         assert code == 0, log
     assert trained(shared) == ["trains0", "trains1"]

@@ -1,4 +1,4 @@
-"""What goes over a connection: every message comes back as it was, and nothing else comes through."""
+"""Framing and decoding: every message survives the round trip, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DIRECTIONS = {
     "from_agent": (wire.from_agent, messages.FromAgent),
     "to_agent": (wire.to_agent, messages.ControllerToAgent),
 }
-# How many are tried in each of the tests with strangers' bytes.
+# Examples per fuzz test.
 EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))
 
 
@@ -52,14 +52,14 @@ CASES = [(direction, kind) for direction, (_, union) in DIRECTIONS.items() for k
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    here, there = socket.socketpair()
-    with here, there:
-        yield here, there
+def socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
 
 
 def read(stream_bytes: bytes, decode: wire.Decoder[Any]) -> Any:
-    """What the agent's reader makes of a stream that ends after these bytes."""
+    """Decode a stream as the agent's asyncio reader does."""
 
     async def act() -> Any:
         reader = asyncio.StreamReader()
@@ -71,16 +71,16 @@ def read(stream_bytes: bytes, decode: wire.Decoder[Any]) -> Any:
 
 
 def receive(stream_bytes: bytes, decode: wire.Decoder[Any]) -> Any:
-    """What the worker's reader makes of it."""
-    here, there = socket.socketpair()
-    with here, there:
-        here.sendall(stream_bytes)
-        here.shutdown(socket.SHUT_WR)
-        return wire.receive(there, decode)
+    """Decode a stream as the worker's socket reader does."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        sender.sendall(stream_bytes)
+        sender.shutdown(socket.SHUT_WR)
+        return wire.receive(receiver, decode)
 
 
-def test_nothing_that_reads_messages_can_unpickle() -> None:
-    """Not by itself, and not by those functions of torch's that send objects."""
+def test_the_protocol_modules_use_no_pickle() -> None:
+    """Neither directly nor by torch's collectives of objects."""
     root = Path(wire.__file__).parents[2]
     folders = ("adaptor/protocol", "adaptor/controller", "adaptor/worker", "launchers")
     sources = [source for folder in folders for source in (root / folder).glob("*.py")]
@@ -129,15 +129,15 @@ def test_orders_that_many_ranks_get_are_framed_as_any_other() -> None:
     frames = wire.OrderFrames()
     assert frames(orders) == frames(orders) == b"".join(map(wire.frame, orders))
     frames.forget()
-    other = msgspec.structs.replace(dump, step=8)
-    assert frames([Addressed(0, other)]) == wire.frame(Addressed(0, other))
+    changed = msgspec.structs.replace(dump, step=8)
+    assert frames([Addressed(0, changed)]) == wire.frame(Addressed(0, changed))
 
 
-def test_messages_follow_each_other_over_a_socket(ends: tuple[socket.socket, socket.socket]) -> None:
-    here, there = ends
+def test_messages_follow_each_other_over_a_socket(socket_pair: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = socket_pair
     sent = [Freeze(n) for n in range(100)] + [Exit(7)]
-    here.sendall(b"".join(wire.frame(message) for message in sent))
-    assert [wire.receive(there, wire.to_worker) for _ in sent] == sent
+    sender.sendall(b"".join(wire.frame(message) for message in sent))
+    assert [wire.receive(receiver, wire.to_worker) for _ in sent] == sent
 
 
 def test_a_message_that_arrives_byte_by_byte() -> None:
@@ -155,7 +155,7 @@ def test_a_message_that_arrives_byte_by_byte() -> None:
 
 
 @pytest.mark.parametrize("reader", [read, receive])
-def test_a_truncated_message_is_the_end(reader: Any) -> None:
+def test_a_truncated_message_raises_eof(reader: Any) -> None:
     framed = wire.frame(Raised(3, "boom", 1))
     for cut in range(len(framed)):
         with pytest.raises(EOFError):
@@ -190,8 +190,7 @@ def test_a_message_of_another_direction_is_refused(direction: str, kind: type[Me
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_bytes_of_a_stranger(direction: str) -> None:
-    """Another message, or a refusal, and nothing else."""
+def test_mutilated_messages_decode_or_are_refused(direction: str) -> None:
     decode, union = DIRECTIONS[direction]
 
     @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
@@ -209,7 +208,7 @@ def test_bytes_of_a_stranger(direction: str) -> None:
 
 @st.composite
 def mutilated(draw: st.DrawFn, union: Any) -> bytes:
-    """A message of which some bytes were changed, left out or put in."""
+    """Draw a message with some bytes changed, removed or inserted."""
     body = bytearray(wire.frame(draw(any_of(union)))[4:])
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(body)))
@@ -220,8 +219,7 @@ def mutilated(draw: st.DrawFn, union: Any) -> bytes:
 
 @settings(max_examples=EXAMPLES)
 @given(st.binary(max_size=200), st.booleans())
-def test_streams_of_a_stranger(stream: bytes, with_length: bool) -> None:
-    """What is announced and what comes differ."""
+def test_arbitrary_streams_decode_or_are_refused(stream: bytes, with_length: bool) -> None:
     if with_length:
         stream = len(stream).to_bytes(4, "big") + stream
     try:
@@ -230,7 +228,7 @@ def test_streams_of_a_stranger(stream: bytes, with_length: bool) -> None:
         pass
 
 
-# Small and nasty: each was, or would have been, something else than a refusal.
+# Small inputs that once caused, or could cause, something other than a refusal.
 CORPUS = {
     "nested without end": b"\x82\xa4type\xaaAgentHello\xa4junk" + b"\x91" * 2_000_000,
     "text that is none": b"\x83\xa4type\xa5Leave\xa4node\x01\xa6signal\xa2\xff\xfe",
@@ -247,8 +245,7 @@ CORPUS = {
 
 
 @pytest.mark.parametrize("body", CORPUS.values(), ids=list(CORPUS))
-def test_what_was_hard_to_refuse(body: bytes) -> None:
-    """And it takes no memory that it does not bring."""
+def test_hostile_bodies_are_refused_without_allocating(body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(msgspec.DecodeError):

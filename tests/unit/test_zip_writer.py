@@ -13,7 +13,7 @@ from adaptor.transform.writing import ZipWriter
 LARGE = 1 << 30
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_zipfile_and_torch_read_the_written_archive(tmp_path: Path) -> None:
     files = {
         "a/version": b"3\n",
         "a/data.pkl": b"x" * 99,
@@ -35,12 +35,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert reader.get_record_offset(name.removeprefix("a/")) % 64 == 0
 
 
-def test_pieces_that_are_not_of_the_size_are_refused(tmp_path: Path) -> None:
+def test_pieces_of_another_total_size_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "a.zip").open("wb") as file, pytest.raises(ValueError, match="a/b: has 3 bytes, 4 were"):
         ZipWriter(file.write, file.tell).add("a/b", 4, [b"xyz"])
 
 
-def test_an_archive_may_begin_behind_other_bytes(tmp_path: Path) -> None:
+def test_an_archive_may_start_at_an_offset(tmp_path: Path) -> None:
     with (tmp_path / "a.zip").open("wb") as file:
         file.write(b"other bytes")
         writer = ZipWriter(file.write, file.tell)
@@ -53,8 +53,8 @@ def test_an_archive_may_begin_behind_other_bytes(tmp_path: Path) -> None:
         assert archive.infolist()[0].header_offset == 0
 
 
-def test_files_of_more_than_four_gigabytes_and_behind_them(tmp_path: Path) -> None:
-    """Zeros are holes in the file, so it takes no room on the disk."""
+def test_zip64_sizes_and_offsets(tmp_path: Path) -> None:
+    """The zeros are holes of a sparse file."""
     zeros = memoryview(bytes(LARGE))
     with (tmp_path / "a.zip").open("wb") as file:
 
@@ -71,8 +71,8 @@ def test_files_of_more_than_four_gigabytes_and_behind_them(tmp_path: Path) -> No
         writer.add("a/behind", 6, [b"behind"])
         writer.close()
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        found = {info.filename: info.file_size for info in archive.infolist()}
-        assert found == {"a/version": 2, "a/large": 5 * LARGE, "a/middle": 3 * LARGE, "a/behind": 6}
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+        assert sizes == {"a/version": 2, "a/large": 5 * LARGE, "a/middle": 3 * LARGE, "a/behind": 6}
         assert archive.read("a/behind") == b"behind"
         with archive.open("a/large") as large:
             assert large.read(9) == bytes(9)

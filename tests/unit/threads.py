@@ -1,4 +1,4 @@
-"""Threads in tests: what they raise is raised again, and a test can wait for one to be waiting."""
+"""Thread helpers: exceptions of threads are raised again, and a test can wait until a thread waits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tests.waiting import LONG_S as LONG_S  # tests import it from here, too
 
 
 class Watched(threading.Condition):
-    """A condition that tells when a thread has begun to wait for it."""
+    """A condition that reports when a thread has begun to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting = threading.Semaphore(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        # The lock is held until the thread really waits: who takes it afterwards finds the thread waiting.
+        # `super().wait` releases the lock only once this thread waits: the next owner finds a waiting thread.
         self.waiting.release()
         return super().wait(timeout)
 
 
 def watched(door: Door) -> Watched:
-    """Make `door` tell when somebody waits at it; before anybody does."""
+    """Replace the door's condition by a `Watched`; call this before any thread waits at the door."""
     door._changed = Watched()
     return door._changed
 
 
 def wait_for_waiter(changed: Watched, count: int = 1) -> None:
-    """Return when `count` more threads wait, or have been woken and wait again."""
+    """Return when `count` more threads wait, or were woken and wait again."""
     for _ in range(count):
         assert changed.waiting.acquire(timeout=LONG_S), "nobody waits"
     with changed:
@@ -39,7 +39,7 @@ def wait_for_waiter(changed: Watched, count: int = 1) -> None:
 
 
 class Thread:
-    """`with Thread(f, x) as thread:` runs f(x); leaving the block joins it and raises what it raised."""
+    """`with Thread(f, x) as thread:` runs f(x); leaving the block joins it and raises its exception."""
 
     def __init__(self, act: Callable[..., Any], *args: Any) -> None:
         self._act, self._args = act, args

@@ -138,24 +138,24 @@ class Trace:
 
     def say(self, line: str) -> Iterator[str]:
         """Execute a line without its `>`; yield the orders as lines."""
-        name, *words = line.split()
-        settings = {k: v for k, _, v in (word.partition("=") for word in words if "=" in word)}
-        words = [word for word in words if "=" not in word]
+        name, *fields = line.split()
+        settings = {k: v for k, _, v in (word.partition("=") for word in fields if "=" in word)}
+        fields = [word for word in fields if "=" not in word]
         if name == "job":
             self._begin(**{key: int(value) for key, value in settings.items()})
             return
         if name == "succeed":
-            self._succeed(int(words[0]))
+            self._succeed(int(fields[0]))
             return
         if name == "replay":
-            for message in self._messages_of(int(words[0])):
+            for message in self._messages_of(int(fields[0])):
                 yield from _lines(self.controller.handle(message, self.now))
             return
         if name == "at":
-            self.now = float(words[0])
+            self.now = float(fields[0])
             orders = self.controller.tick(self.now)
         else:
-            orders = self.controller.handle(self._message(name, words, settings), self.now)
+            orders = self.controller.handle(self._message(name, fields, settings), self.now)
         yield from _lines(orders)
 
     def _node_with_order(self, settings: dict[str, str]) -> int:
@@ -192,11 +192,7 @@ class Trace:
 
     def _succeed(self, term: int) -> None:
         self.controller = Controller(
-            self._nodes * RANKS_PER_NODE,
-            120.0,
-            ("store", term, b""),
-            term=term,
-            online_s=float(self._online),
+            self._nodes * RANKS_PER_NODE, 120.0, ("store", term, b""), term=term, online_s=float(self._online)
         )
         messages = [m for node in range(self._nodes) for m in self._messages_of(node)]
         standby_state = [m for m in messages if isinstance(m, AgentHello | Layout)]
@@ -212,25 +208,25 @@ class Trace:
         online = "" if self._online else "off"
         return Layout(rank, (share,), self._save, self._origin, fingerprint, self._copies, online)
 
-    def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
+    def _message(self, name: str, fields: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
         number = int(settings.get("incident", incident.number if incident else 0))
         attempt = int(settings.get("attempt", incident.state.writing.attempt if incident else 0))
-        rank = int(words[0]) if words and words[0].isdigit() else -1
-        text = " ".join(words[1:])
+        rank = int(fields[0]) if fields and fields[0].isdigit() else -1
+        text = " ".join(fields[1:])
         match name:
             case "died":
-                phase = Phase.ENDED if "ended" in words else Phase.STARTING
-                last_board = BoardRecord(rank, phase=phase, stage=_stage(words), copies=_copied(settings))
-                return Died(rank, int(words[1]), 0.0, last_board)
+                phase = Phase.ENDED if "ended" in fields else Phase.STARTING
+                last_board = BoardRecord(rank, phase=phase, stage=_stage(fields), copies=_copied(settings))
+                return Died(rank, int(fields[1]), 0.0, last_board)
             case "sigterm":
                 return TerminationRequested(rank, "SIGTERM")
             case "agent-sigterm":
                 return AgentTerminationRequested(rank, "SIGTERM")
             case "nodes-wait":
-                return NodesWaiting(rank, int(words[1]))
+                return NodesWaiting(rank, int(fields[1]))
             case "dying":
-                return Dying(rank, 0.0, BoardRecord(rank, stage=_stage(words)))
+                return Dying(rank, 0.0, BoardRecord(rank, stage=_stage(fields)))
             case "raised":
                 stage = ScriptStage(int(settings.get("stage", 0)))
                 origin = Origin(may_be_echo="echo" in settings)
@@ -240,7 +236,7 @@ class Trace:
             case "layout":
                 self._copies = settings.get("copies", str(int(self._copies))) == "1"
                 nodes = tuple(map(int, filter(None, settings.get("nodes", "").split("/"))))
-                return msgspec.structs.replace(self._layout(rank, words[1]), nodes=nodes)
+                return msgspec.structs.replace(self._layout(rank, fields[1]), nodes=nodes)
             case "hello":
                 return Hello(rank, int(settings.get("pid", 1000 + rank)))
             case "joined":
@@ -263,7 +259,7 @@ class Trace:
                 ranks = range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)
                 return AgentHello(rank, tuple(ranks), host=f"spare{rank}", owner=f"owner{rank}")
             case "filled" | "not-filled":
-                places = tuple(map(int, words))
+                places = tuple(map(int, fields))
                 owners = {node: f"owner{node}" for node in places} if name == "filled" else {}
                 reason = "" if owners else "no spare node waits"
                 return PlacesFilled(self.controller.home, number, places, owners, reason)
@@ -271,14 +267,14 @@ class Trace:
                 verdict = (
                     Verdict(
                         incident=1,
-                        outcome=words[1],
+                        outcome=fields[1],
                         step=5,
                         line="as it was",
                         cause_rank=0,
                         exit_code=3,
                         save_folder=SAVE,
                     )
-                    if words[1:]
+                    if fields[1:]
                     else None
                 )
                 return ReplayComplete(rank, verdict)
@@ -287,23 +283,23 @@ class Trace:
             case "progress":
                 return Progress(rank, 1)
             case "frozen":
-                stack = bytes(words[4].zfill(3), "ascii") if words[4:] else b""
-                place = f"wait (script.py:{words[4] if words[4:] else rank})"
-                standing = Standing(words[3] == "waits", place, b"main" + stack) if words[3:] else None
-                record = board(rank, words[1], int(words[2]), self._copies)
-                record = msgspec.structs.replace(record, stage=_stage(words), copies=_copied(settings))
+                stack = bytes(fields[4].zfill(3), "ascii") if fields[4:] else b""
+                place = f"wait (script.py:{fields[4] if fields[4:] else rank})"
+                standing = Standing(fields[3] == "waits", place, b"main" + stack) if fields[3:] else None
+                record = board(rank, fields[1], int(fields[2]), self._copies)
+                record = msgspec.structs.replace(record, stage=_stage(fields), copies=_copied(settings))
                 return Frozen(rank, number, record, standing)
             case "node-stalled":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
-                return NodeStalled(rank, float(words[1]), inside, between)
+                return NodeStalled(rank, float(fields[1]), inside, between)
             case "node-resumed":
                 return NodeResumed(rank)
             case "prepared":
                 folder = int(settings.get("folder", incident.state.target.number if incident else 0))
                 step = incident.step if incident else 0
                 name = naming.temporary_name(max(step, 0), self.controller.term, folder, "0f3a")
-                path = "" if words else f"{SAVE}/{name}"
-                return Prepared(self._node_with_order(settings), number, path, " ".join(words), folder)
+                path = "" if fields else f"{SAVE}/{name}"
+                return Prepared(self._node_with_order(settings), number, path, " ".join(fields), folder)
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
                 return Written(rank, number, attempt, GROUP, (entry,), text)
@@ -321,7 +317,7 @@ class Trace:
                 return Published(self._node_with_order(settings), number, step, SAVE, folder_number)
             case "publish-failed":
                 folder_number = int(settings.get("number", incident.state.target.number if incident else 0))
-                return PublishFailed(self._node_with_order(settings), number, " ".join(words), folder_number)
+                return PublishFailed(self._node_with_order(settings), number, " ".join(fields), folder_number)
         raise ValueError(f"no such line: {name}")
 
 
@@ -329,21 +325,21 @@ def _copied(settings: dict[str, str]) -> tuple[int, ...]:
     return tuple(map(int, filter(None, settings.get("copied", "").split("/"))))
 
 
-def _stage(words: list[str]) -> ScriptStage:
-    if "finished" in words or "ended" in words:
+def _stage(fields: list[str]) -> ScriptStage:
+    if "finished" in fields or "ended" in fields:
         return ScriptStage.FINISHED
-    return ScriptStage.TRAINED if "trained" in words else ScriptStage.TRAINING
+    return ScriptStage.TRAINED if "trained" in fields else ScriptStage.TRAINING
 
 
 def _lines(orders: Orders) -> Iterator[str]:
     for node, order in orders:
         if isinstance(order, Addressed):
-            yield f"node {node}, rank {order.rank}: {_words(order.message)}"
+            yield f"node {node}, rank {order.rank}: {_order_text(order.message)}"
         else:
-            yield f"node {node}: {_words(order)}"
+            yield f"node {node}: {_order_text(order)}"
 
 
-def _words(order: Message) -> str:
+def _order_text(order: Message) -> str:
     match order:
         case Freeze(incident=incident, stacks=stacks):
             return f"freeze for incident {incident}" + (", tell where you stand" if stacks else "")
@@ -358,13 +354,13 @@ def _words(order: Message) -> str:
         case PresenceProbe():
             return "are you there?"
         case Regroup(attempt=attempt, step=step, replaced=replaced, from_copies=True):
-            ranks = ", ".join(f"rank {each.rank} like {each.twin}" for each in replaced)
+            ranks = ", ".join(f"rank {replacement.rank} like {replacement.twin}" for replacement in replaced)
             return f"regroup at step {step} from copies, attempt {attempt}: {ranks or 'nobody is replaced'}"
         case Regroup(attempt=attempt, step=step, replaced=replaced):
             parts = [
-                f"rank {each.rank} like {each.twin}, "
-                + ", ".join(f"{s.group}.{s.index} from {s.source}" for s in each.sources)
-                for each in replaced
+                f"rank {replacement.rank} like {replacement.twin}, "
+                + ", ".join(f"{s.group}.{s.index} from {s.source}" for s in replacement.sources)
+                for replacement in replaced
             ]
             return f"regroup at step {step}, attempt {attempt}: {'; '.join(parts) or 'nobody is replaced'}"
         case Proceed(step=step):
@@ -401,11 +397,11 @@ def _words(order: Message) -> str:
 def replay(text: str) -> str:
     """Return the trace `text` with the orders that the controller gives now."""
     trace = Trace()
-    out: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(">"):
-            out.append(line)
-            out.extend("    " + order for order in trace.say(line[1:].strip()))
+            lines.append(line)
+            lines.extend("    " + order for order in trace.say(line[1:].strip()))
         elif not line.startswith("    "):
-            out.append(line)  # comments and empty lines
-    return "\n".join(out) + "\n"
+            lines.append(line)  # comments and empty lines
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A training state small enough to check by hand, behind the interface of the control plane."""
+"""A training state small enough to check by hand, behind the `Trainee` interface."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CountingTrainee:
     """A trainee with one number as tensors, one as counter, and one as loss scale.
 
     Attributes:
-        weights: the step of their last update.
-        before: the weights in the local copy.
+        weights: the step of the last update.
+        copied: the weights in the local copy.
         samples: counted after each step, updated or skipped.
         scale: lowered by a skipped step, before the optimizer returns.
-        counts_samples: whether a taken record must have the samples of the derived one.
+        counts_samples: whether `require_as_derived` compares the sample counts.
     """
 
     save_folder: str = ""
@@ -53,7 +53,7 @@ class CountingTrainee:
     scale: float = 1024.0
     updated_once: bool = True
     has_local_copy: bool = False
-    before: int = -1
+    copied: int = -1
     on_copy: Callable[[], Any] = nothing
     on_record: Callable[[], Any] = nothing
     counts_samples: bool = False
@@ -63,9 +63,9 @@ class CountingTrainee:
         """Do nothing: no shard of another rank is mirrored."""
 
     def copy_state(self) -> None:
-        self.before = -1
+        self.copied = -1
         self.on_copy()
-        self.before = self.weights
+        self.copied = self.weights
 
     def update_replicas(self) -> None:
         """Do nothing: no shard of another rank is mirrored."""
@@ -90,11 +90,11 @@ class CountingTrainee:
         return self.updated_once
 
     def dump(self, record: Record, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
-        """Write the weights and the record, on the writer alone; the ranks of a group do not meet."""
+        """Write the weights and the record on the writer alone, without a collective."""
         if order.writer != run.rank:
             return ()
         path = Path(run.folder) / f"{order.group}.txt.{run.attempt}"
-        weights = self.before if run.past else self.weights
+        weights = self.copied if run.past else self.weights
         text = f"{weights} {record.step} {record.samples} {record.scale}\n"
         path.write_text(text)
         run.progress(len(text))
@@ -102,7 +102,7 @@ class CountingTrainee:
 
 
 class Loop:
-    """A training loop like a framework's: the scheduler and the counters change after the optimizer."""
+    """A training loop as in Megatron: the scheduler and the counters change after the optimizer."""
 
     def __init__(self, session: Session, trainee: CountingTrainee, optimizers: int = 1) -> None:
         self.session, self.trainee = session, trainee

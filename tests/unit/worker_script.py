@@ -1,13 +1,13 @@
-"""A training script that does what it is told on stdin, a line at a time, run by the worker's real bootstrap.
+"""A training script that executes commands from stdin, one per line, under the worker's real bootstrap.
 
     worker_script.py SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
 
-`step`, `skip` take the next step; `door` begins it and stands in the barrier, which waits on a TCP connection
+`step`, `skip` take the next step; `door` begins a step and stands in the barrier, waiting on a TCP connection
 as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
-says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
-`child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
-program, which ends with the code that it reads; `debug` stands in a debugger, whose commands follow (one of
-them is `board.enter(step + 1)`, a step that is to end soon); `hold` never lets go of the interpreter lock.
+reports the job as unsupported; `exit N` leaves by sys.exit; `leave N` ends the process by os._exit;
+`child` starts a child process, `fork` forks the worker; `replace` executes another
+program that reads its exit code from stdin; `debug` enters pdb, whose commands follow (among
+them `board.enter(step + 1)`, a step that ends soon); `hold` never releases the interpreter lock.
 Each is answered on stdout.
 """
 
@@ -30,13 +30,13 @@ ORIGIN = 10
 
 
 def collective() -> None:
-    """Hangs until somebody shuts the connection down, then raises as gloo does."""
+    """Block until the connection is shut down, then raise as gloo does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        here = socket.create_connection(server.getsockname())
-        there, _ = server.accept()
-    with here, there:
+        client = socket.create_connection(server.getsockname())
+        server_end, _ = server.accept()
+    with client, server_end:
         print("waiting", flush=True)
-        here.recv(1)
+        client.recv(1)
         raise RuntimeError("Connection closed by peer")
 
 
