@@ -47,7 +47,8 @@ def train(launcher: Launcher, what: str) -> Ended:
 
 
 def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None:
-    result = train(launcher, WRITES, code=1)
+    result = train(launcher, WRITES)
+    assert result.code == 1, result.log
     lines = (launcher.folder / "events").read_text().splitlines()
     incident, verdict = (json.loads(line) for line in lines)
     assert [event["name"] for event in (incident, verdict)] == ["ttp.incident", "ttp.verdict"]
@@ -72,7 +73,8 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
 )
 @pytest.mark.parametrize("what", [RAISES, HANGS], ids=["raises", "hangs"])
 def test_a_handler_stops_nothing(launcher: Launcher, what: str) -> None:
-    result = train(launcher, what, code=1)
+    result = train(launcher, what)
+    assert result.code == 1, result.log
     assert "[ttp] rank 1 raised ValueError: bad sample" in result.log
     raised = "[ttp] an event of torch elastic is not recorded: OSError: no such collector"
     assert (raised in result.log) == (what == RAISES)
