@@ -43,7 +43,8 @@ def load(folder: Path) -> dict[str, Any]:
             content[key] = io.BytesIO()
         else:
             dtype = stored.properties.dtype
-            unread = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+            has_nan = dtype.is_floating_point or dtype == torch.bool  # of which nan is True
+            unread = torch.nan if has_nan else torch.iinfo(dtype).min
             content[key] = torch.full(stored.size, unread, dtype=dtype)
     planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
