@@ -145,10 +145,11 @@ if os.fork():
     optional=True,  # without it, they stay if another process of the worker has them, too
 )
 def resource_trackers_outlive_the_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    path, arguments, descriptors = args
-    if arguments[-1].startswith("from multiprocessing.resource_tracker "):
-        arguments = [*arguments[:-1], _IN_ANOTHER_SESSION + arguments[-1]]
-    return wrapped(path, arguments, descriptors)
+    call = {**dict(zip(("path", "args", "passfds"), args, strict=False)), **kwargs}
+    *interpreter, command = call["args"]
+    if "resource_tracker import main" in os.fsdecode(command):  # of Python, or of joblib
+        call["args"] = [*interpreter, _IN_ANOTHER_SESSION + os.fsdecode(command)]
+    return wrapped(**call)
 
 
 data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker")
