@@ -99,6 +99,8 @@ KINDS += ("agent-sigkill-beside-a-spare-node",)
 KINDS += ("agent-sigkill-beside-a-node-that-is-back",)
 # SIGKILL to the agent once the agent of another node has a host copy of this rank.
 KINDS += ("agent-sigkill-behind-a-kept-copy",)
+# SIGKILL to the agent right after another fault: the controller of a lost node 0 sees no other loss before.
+KINDS += ("agent-sigkill-behind-another-fault",)
 # SIGTERM to the agent and to all its descendants, children of workers included.
 KINDS += ("tree-sigterm",)
 # Hangs: a deadlock, a stopped process, an interpreter lock that is never released.
@@ -262,6 +264,8 @@ class Injector:
             _until_a_node_is_back(struck=sum(f"kind={fault.kind}" in line for line in self._struck()))
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
+        if fault.kind == "agent-sigkill-behind-another-fault":
+            waiting.until(self._struck, "another fault has struck", within_s=_LONG_S)
         spare = 0
         if fault.kind.startswith("spare-"):
             spares = _waiting_spares()  # without waiting: the rank must go on answering

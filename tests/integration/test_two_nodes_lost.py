@@ -93,7 +93,7 @@ def test_node_0_and_another_node_are_lost_at_once(
     job = online(
         tmp_path,
         layout,
-        [LOST, "rank=2,step=4,phase=backward,kind=agent-sigkill"],
+        [LOST, "rank=2,step=4,phase=backward,kind=agent-sigkill-behind-another-fault"],
         nodes=4,
         min_nodes=min_nodes,
         spares=2,
