@@ -231,9 +231,8 @@ class Saving:
 
     def begin(self, decision: Plan) -> Orders:
         """Save the step of `decision`; groups of the step that are on disk stay there."""
-        if (
-            self._target.path and decision.step == self._writing.step
-        ):  # ranks that were given up have answered
+        has_begun_before = self._target.path and decision.step == self._writing.step
+        if has_begun_before:  # ranks that were given up have answered since
             self._state.move(Stage.DUMPING)
             return self._dump_again()
         self._writing.begin(decision)

@@ -39,7 +39,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
     model, optimizer, scheduler = _loaded_into(args, kwargs)
     if load_arg == _TEACHER or (optimizer is None and getattr(megatron_args, "stage", None) == "dpo"):
-        return wrapped(*args, **kwargs)  # the reference model, also in a restart from its own folder
+        return wrapped(*args, **kwargs)  # a teacher or reference model, also in a restart from its own folder
     is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
     copies = may_have and is_restart and load_arg == "load"
     if copies:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.faults import harness, outcome, scenario
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, Job, Layout
 from tests.integration.test_fp8 import MOMENTS, WITH_TRANSFORMER_ENGINE, baseline_of
 from tests.integration.test_online import online, trains_on
 
@@ -36,28 +38,20 @@ def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
     scenario.survives(job, baseline_of(LOADED), code=137, saved={5}, resumed=True)
 
 
-def test_a_restart_loads_lower_halves_that_were_saved_as_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "rank"), [(GATHERED, 0), (MIRROR, 1)], ids=["lower-halves-saved-as-numbers", "mark-of-padding"]
+)
+def test_a_restart(layout: Layout, rank: int, tmp_path: Path) -> None:
+    """The framework cannot load what it has saved: see `LOADED`."""
     job = Job(
         tmp_path / "job",
-        GATHERED,
+        layout,
         save=tmp_path / "save",
         restarts=1,
-        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
+        faults=[f"rank={rank},step=6,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,
     )
-    scenario.restarts(job, baseline_of(GATHERED), saved={5})
-
-
-def test_a_restart_does_not_load_the_mark_of_padding(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "job",
-        MIRROR,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=["rank=1,step=6,phase=backward,kind=sigkill"],
-        environment=WITH_TRANSFORMER_ENGINE,
-    )
-    scenario.restarts(job, baseline_of(MIRROR), saved={5})
+    scenario.restarts(job, baseline_of(layout), saved={5})
 
 
 def test_only_the_failed_rank_is_replaced(tmp_path: Path) -> None:
