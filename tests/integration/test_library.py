@@ -236,6 +236,8 @@ for name in ("tp", "pp", "ep"):
 config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
 sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
 DistributedDataParallel(config, sharded, torch.nn.Linear(4, 4), pg_collection=groups)
+# Gloo connects rank 0 before rank 1: rank 0 must not end while rank 1 still connects.
+torch.distributed.barrier()
 print("built", flush=True)
 """
 
