@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,9 @@ from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store
 from adaptor.launchers.rendezvous.dynamic_nodes import SignsOfLife
 from adaptor.launchers.rendezvous.rendezvous_store import FixedNodes, NextStore
 from adaptor.launchers.rendezvous.waiting import (
+    ABANDONED,
     AGAIN_S,
+    ANSWERS_S,
     FIRST_S,
     FullJobError,
     Interrupted,
@@ -328,15 +331,23 @@ class Rendezvous:
                 time.sleep(_LOOK_FOR_END_S)
 
     def shutdown(self) -> bool:
-        """End the rendezvous for all nodes, unless the others go on.
+        """End the rendezvous for all nodes, unless the others go on; return whether that was done in time.
 
-        As torchrun, do nothing after a signal to this node alone.
+        As torchrun, do nothing after a signal to this node alone. A store behind a cut network delays this
+        node by `ANSWERS_S`: torch would wait until the kernel gives up the connection, a quarter of an hour.
         """
-        has_ended = self._interrupted or self._is_left_out or bool(self._handler.shutdown())
-        if self._tell_of_end is not None:
-            with contextlib.suppress(RuntimeError):  # the store is lost: nobody waits
-                self._tell_of_end()
-        return has_ended
+
+        def end() -> None:
+            if not (self._interrupted or self._is_left_out):
+                self._handler.shutdown()
+            if self._tell_of_end is not None:
+                with contextlib.suppress(RuntimeError):  # the store is lost: nobody waits
+                    self._tell_of_end()
+
+        ending = threading.Thread(target=end, name=ABANDONED, daemon=True)
+        ending.start()
+        ending.join(ANSWERS_S)
+        return not ending.is_alive()
 
     def next_rendezvous(self) -> Any:
         if self._static is not None and not self._static.met:

@@ -41,8 +41,8 @@ from adaptor.protocol.spare_messages import Gate
 FIRST_S = 1.5
 # Seconds between two lines.
 AGAIN_S = 10.0
-# The name of a thread whose wait was ended by `look`.
-_ABANDONED = "ttp-abandoned"
+# The name of a thread that may wait for a lost store until the process ends.
+ABANDONED = "ttp-abandoned"
 # SIGTERM and SIGHUP may come twice for one request. At a time limit Slurm's daemons and srun send SIGTERM,
 # some hundredths of a second apart. When a terminal closes, its shell sends SIGHUP, and the kernel again at
 # the end of the shell; systemd sends SIGHUP after SIGTERM. A person who asks again waits longer, or presses
@@ -125,7 +125,7 @@ def wait_for(
                 pause_s = AGAIN_S
         except Exception as error:
             raised.append(error)
-            thread.name = _ABANDONED
+            thread.name = ABANDONED
             finished.set()
 
     with _signals_raise():
@@ -138,7 +138,7 @@ def wait_for(
             wait_s, until = first_s, time.monotonic() + limit_s + ANSWERS_S
             while not finished.wait(min(wait_s, max(0.0, until - time.monotonic()))):
                 if time.monotonic() >= until:
-                    thread.name = _ABANDONED
+                    thread.name = ABANDONED
                     raise SilentStoreError(
                         f"the rendezvous store has not answered for {limit_s + ANSWERS_S:g} s: its process is"
                         f" stopped, or its machine is switched off; this node waited for {awaited_text()}"
@@ -168,7 +168,7 @@ def ask(store: Any, work: Callable[[], T], awaited_text: Callable[[], str]) -> T
 
 def is_abandoned() -> bool:
     """Return whether the thread of an ended wait still waits: it would abort the interpreter at its end."""
-    return any(thread.name == _ABANDONED for thread in threading.enumerate())
+    return any(thread.name == ABANDONED for thread in threading.enumerate())
 
 
 def ignore_signals() -> None:

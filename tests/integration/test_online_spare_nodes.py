@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, namespaces, outcome
-from tests.faults.fault import AFTER_THE_VERDICTS
 from tests.faults.harness import DP2, DP2_MIRROR, DP4, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
@@ -136,17 +135,10 @@ def test_an_agent_is_lost_in_the_recovery(
 
 
 @pytest.mark.parametrize(
-    ("node", "min_nodes", "fault"),
-    [
-        (0, 0, "rank=0,step=4,phase=backward,kind=cut"),
-        (1, 0, "rank=0,step=4,phase=backward,kind=cut"),
-        # Otherwise its connections to the store are awaited for minutes.
-        (1, 2, f"rank=0,step=4,phase=backward,kind=cut,heals={AFTER_THE_VERDICTS}"),
-    ],
-    ids=["node-0", "node-1", "node-1-of-c10d"],
+    ("node", "min_nodes"), [(0, 0), (1, 0), (1, 2)], ids=["node-0", "node-1", "node-1-of-c10d"]
 )
 def test_a_node_is_cut_off_and_lives_on(
-    node: int, min_nodes: int, fault: str, tmp_path: Path, baseline_of: BaselineOf
+    node: int, min_nodes: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """It has a whole copy, and saves that; it harms nothing of those that go on with the spare node.
 
@@ -158,7 +150,7 @@ def test_a_node_is_cut_off_and_lives_on(
         job = online(
             tmp_path,
             DP2,
-            [fault],
+            ["rank=0,step=4,phase=backward,kind=cut"],
             nodes=2,
             min_nodes=min_nodes,
             spares=1,
