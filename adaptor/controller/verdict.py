@@ -149,6 +149,8 @@ def open_words(incident: Incident, failures: Failures) -> str:
     if regrouping.from_copies:
         saved = f"all ranks go back to step {step}, from copies in host memory"
     start = "a new process is started" if count == 1 else f"{count} new processes are started"
+    if regrouping.newcomers.unplaced:
+        start = "a spare node is awaited"
     return f"{cause}; {saved}; {start}"
 
 

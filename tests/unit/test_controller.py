@@ -161,6 +161,10 @@ def test_the_line_of_an_open_incident() -> None:
     joined = [f"joined {rank}" for rank in (0, 1, 2, 3)]
     assert report("hello 3 pid=7", "layout 3 same", "at 110") == before_restart
     assert report(*joined) == ""
+    survivors = ["frozen 0 running 8", "frozen 1 running 8"]
+    lost = report("agent-lost 1", *survivors, "prepared", "written 0", "published")
+    assert lost == "node 1 is lost; step 8 is saved (0 ms); a spare node is awaited"
+    assert report("not-filled 1") == ""
 
 
 def test_an_open_incident_that_restarts_all_ranks_says_nothing_more() -> None:
