@@ -112,12 +112,36 @@ def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, k
         if call not in put_off:
             put_off.append(call)
         return None
-    context.part(optimizer_instances.PutOff).quantize()
+    context.part(optimizer_instances.PutOff).catch_up()
     # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
     # which there is an argument, gather theirs alone, and so do the others.
     for put_off_call in context.part(optimizer_instances.PutOff).calls.pop(instance, []):
         if put_off_call != call:
             wrapped(*put_off_call[0], **put_off_call[1])
+    return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    "megatron.core.optimizer.layer_wise_optimizer:"
+    "LayerWiseDistributedOptimizer.start_param_sync_for_bucket_group_subset",
+    why="a layer-wise optimizer of a chain gathers its parameters once the whole chain is updated",
+    accepts="()",
+    optional=True,  # since 0.18
+)
+@optimizer.patch(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.start_param_sync_for_bucket_group_subset",
+    why="a distributed optimizer of a chain gathers its parameters once the whole chain is updated",
+    accepts="()",
+    optional=True,  # since 0.18
+)
+def parameters_of_one_optimizer_are_gathered_at_the_end(
+    wrapped: Any, instance: Any, args: Any, kwargs: Any
+) -> Any:
+    put_off = context.part(optimizer_instances.PutOff)
+    if runtime.get().session.window.is_open:
+        put_off.further.append(wrapped)
+        return None
+    put_off.catch_up()
     return wrapped(*args, **kwargs)
 
 
@@ -134,9 +158,9 @@ def parameters_are_quantized_at_the_end(wrapped: Any, instance: Any, args: Any, 
     if not any(getattr(buffer, "param_dtype", None) == torch.uint8 for buffer in buffers):
         return wrapped(*args, **kwargs)
     if runtime.get().session.window.is_open:
-        context.part(optimizer_instances.PutOff).copies.append(wrapped)
+        context.part(optimizer_instances.PutOff).further.append(wrapped)
         return None
-    context.part(optimizer_instances.PutOff).quantize()
+    context.part(optimizer_instances.PutOff).catch_up()
     return wrapped(*args, **kwargs)
 
 
@@ -210,12 +234,14 @@ def updates_of_muon_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs
 def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.checkpoint import step_record
 
-    put_off = context.part(optimizer_instances.PutOff)
-    put_off.copies.clear()  # of a step that was abandoned
+    put_off, window = context.part(optimizer_instances.PutOff), runtime.get().session.window
+    if not window.is_open:  # a chain may be a part of another one
+        put_off.further.clear()  # of a step that was abandoned
     if not step_record.inner(instance):
         runtime.get().session.update_nothing()
     result = wrapped(*args, **kwargs)
-    put_off.quantize()
+    if not window.is_open:
+        put_off.catch_up()
     return result
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor.checkpoint import dcp, dcp_layout, shards
+from adaptor.checkpoint import dcp, dcp_layout, layer_wise, shards
 from adaptor.checkpoint.archive_layout import SequenceLayout
 from adaptor.checkpoint.format_torch import TorchFormat, save
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.step_record import with_chain
 from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
@@ -143,12 +144,14 @@ class Sharding:
         first: the rank in whose place its group is written
         marks: key and replica id of each entry that `first` saves of its model, in order
         random: ShardedObjects without data: the places of the random states of the group
+        has_owners: whether the rank saves only a part of its model (`layer_wise`)
     """
 
     first: int
     metadata: Mapping[str, Any]
     marks: tuple[tuple[str, Any], ...]
     random: tuple[Any, ...]
+    has_owners: bool = False
 
     def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
         tree = _model(chunks, self.metadata)
@@ -160,27 +163,32 @@ class Sharding:
         return tree
 
     def places(self, saved: Any) -> list[TensorSlot]:
+        from megatron.core.dist_checkpointing.mapping import is_main_replica
+
         return [
             (base.key, base.data, partial(setattr, base, "data"))
             for base in _bases(saved)
             if isinstance(base.data, torch.Tensor)
+            and (not self.has_owners or is_main_replica(base.replica_id))
         ]
 
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
-        chained_states = [
-            plain_stand_in(live, plain)
-            if whole_state is None
-            else gathered_stand_in(optimizer, plain, whole_state, stored)
-            for (optimizer, live, stored), plain, whole_state in zip(
-                state.chained, states, gathered, strict=True
-            )
-        ]
-        whole_optimizer = chained_states[0]
-        if hasattr(state.optimizer, "chained_optimizers"):
-            whole_optimizer = copy.copy(state.optimizer)
-            whole_optimizer.chained_optimizers = chained_states
+        chained_states = []
+        for (optimizer, live, stored), plain, whole_state in zip(
+            state.chained, states, gathered, strict=True
+        ):
+            if whole_state is not None:
+                stand_in = gathered_stand_in(optimizer, plain, whole_state, stored)
+            else:
+                stand_in = plain_stand_in(live, plain)
+                if shards.is_sharded(optimizer):  # another group saves it
+                    stand_in.sharded_state_dict = lambda *_, **__: {}
+            chained_states.append(stand_in)
+        whole_optimizer = with_chain(state.optimizer, iter(chained_states))
+        for part in layer_wise.parts_of(whole_optimizer):
+            part.sharded_state_dict = partial(layer_wise.sharded_state_dict, part)
         return whole_optimizer.sharded_state_dict(dict(model), metadata=dict(self.metadata))
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
@@ -341,7 +349,7 @@ def agree(
             )
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    marks = tuple((base.key, base.replica_id) for base in _bases(_model(state.chunks, metadata)))
+    marks = tuple(layer_wise.mark(state.optimizer, _bases(_model(state.chunks, metadata))))
     is_first = dist.get_rank() == first
     stray = [key for key, replica in marks if is_main_replica(replica) and not is_first]
     saved = [random.without_data()] if is_main_replica(random.replica_id) else []
@@ -353,7 +361,7 @@ def agree(
             )
     (first_marks,) = (marks for group, marks, _, _ in gathered if group == first and marks is not None)
     objects = [rank_objects for group, _, saved, _ in gathered if group == first for rank_objects in saved]
-    sharding = Sharding(first, metadata, first_marks, tuple(objects))
+    sharding = Sharding(first, metadata, first_marks, tuple(objects), state.has_owners)
     _rehearse(sharding, state)
     return sharding
 
@@ -369,8 +377,10 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
 
     states = [_before_first_update(chained_optimizer) for chained_optimizer, _, _ in state.chained]
     gathered = [
-        state_without_memory(chained_optimizer) if shards.is_sharded(chained_optimizer) else None
-        for chained_optimizer, _, _ in state.chained
+        state_without_memory(chained_optimizer)
+        if shards.is_sharded(chained_optimizer) and (stored or not state.has_owners)
+        else None
+        for chained_optimizer, _, stored in state.chained
     ]
     try:
         body = dict(sharding.model(state.chunks))

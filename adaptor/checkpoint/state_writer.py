@@ -265,9 +265,11 @@ def _add_all(
     `state_of` returns the state of a sharded optimizer, by its position in the chain.
     """
     gathered: list[Any] = []
-    for position, (optimizer, live, _) in enumerate(state.chained):
+    for position, (optimizer, live, stored) in enumerate(state.chained):
         world = None
-        if shards.is_sharded(optimizer):
+        if shards.is_sharded(optimizer) and state.has_owners and not stored:
+            pass  # the weights are saved by another group, too
+        elif shards.is_sharded(optimizer):
             world = state_of(optimizer, position)
             weights.add_sharded(optimizer, world)
         elif not shards.is_stub(optimizer):

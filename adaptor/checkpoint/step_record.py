@@ -22,7 +22,7 @@ import io
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,22 @@ class StepRecord:
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Return the optimizers of the framework's chain, in its order; a bare optimizer is a chain of one."""
-    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
+    """Return the optimizers of the framework's chain, in its order; a bare optimizer is a chain of one.
+
+    A chain may be a part of another chain (a layer-wise optimizer, since Megatron-core 0.18).
+    """
+    parts = getattr(optimizer, "chained_optimizers", None)
+    return [chained for part in parts for chained in chain(part)] if parts else [optimizer]
+
+
+def with_chain(optimizer: Any, stand_ins: Iterator[Any]) -> Any:
+    """Return a copy of the framework's chain with `stand_ins` in place of its optimizers, in their order."""
+    parts = getattr(optimizer, "chained_optimizers", None)
+    if not parts:
+        return next(stand_ins)
+    whole = copy.copy(optimizer)
+    whole.chained_optimizers = [with_chain(part, stand_ins) for part in parts]
+    return whole
 
 
 def inner(optimizer: Any) -> list[Any]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from adaptor import context, devices, output
-from adaptor.checkpoint import disk, shards, state_writer, step_record
+from adaptor.checkpoint import disk, layer_wise, shards, state_writer, step_record
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates, StepRecord
@@ -35,7 +35,7 @@ from adaptor.checkpoint.training_state import (
     unwrapped,
 )
 from adaptor.devices.device import Device
-from adaptor.errors import CheckpointError, StepError
+from adaptor.errors import CheckpointError, StepError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.messages import GroupOrder, Share
@@ -277,7 +277,10 @@ class ProtectedState:
         place = self.place(everyone, mirrors)
         state = self.at(place)
         state = replace(state, on_top=self.on_top(state, place, everyone))
-        return replace(state, format=self.make_format(state, place.first)), place
+        state = replace(state, format=self.make_format(state, place.first))
+        if layer_wise.has_owners(self.optimizer) and not isinstance(state.format, Sharding):
+            raise UnsupportedError(layer_wise.IN_TORCH)
+        return state, place
 
     def trainee(self, everyone: dist.ProcessGroup, is_repeated: bool) -> MegatronTrainee:
         """Return the training state of this rank: collective.
@@ -316,7 +319,10 @@ def write_group(
     """Do a rank's part of saving a group, as `Trainee.dump` describes it."""
     ranks = order.ranks
     holders = iter([ranks.index(holder) for holder in order.holders])
-    counts = [shards.shard_of(inner)[1] for inner in step_record.chain(state.optimizer)]
+    inner = step_record.chain(state.optimizer)
+    counts = [shards.shard_of(inner_optimizer)[1] for inner_optimizer in inner]
+    if len(order.holders) < sum(counts):  # a group of a layer-wise optimizer that needs no shards
+        counts = [int(not shards.is_sharded(inner_optimizer)) for inner_optimizer in inner]
 
     def on_not_finite(subject: str, places: Sequence[int]) -> None:
         if not run.as_is:
@@ -368,7 +374,10 @@ def replicas_of(
     sharded = [inner_optimizer for inner_optimizer in inner if shards.is_sharded(inner_optimizer)]
     shard_count = size // sharded[0].data_parallel_group.size() if sharded else 1
     sizes = [inner_optimizer.data_parallel_group.size() for inner_optimizer in sharded]
-    if sharded and context.part(ReplicaChoice).wants_mirrors(size, shard_count, experts):
+    has_owners, replica_choice = layer_wise.has_owners(optimizer), context.part(ReplicaChoice)
+    if has_owners:
+        replica_choice.require_none(choice.LONE_MATRICES)
+    if sharded and not has_owners and replica_choice.wants_mirrors(size, shard_count, experts):
         mirrors = tuple(
             mirror_of(inner_optimizer)
             if inner_optimizer in sharded and inner_optimizer.data_parallel_group.size() > 1
@@ -386,7 +395,16 @@ def replicas_of(
         )
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
         every = context.get().settings.host_copy
-        description = choice.describe(size, shard_count, bool(sharded), elements, taken, 1 in sizes, every)
+        lone = choice.LONE_EXPERTS if 1 in sizes else ""
+        description = choice.describe(
+            size,
+            shard_count,
+            has_owners or bool(sharded),
+            elements,
+            taken,
+            choice.LONE_MATRICES if has_owners else lone,
+            every,
+        )
         output.tell(f"[ttp] {description}", to="stdout")
     return mirrors
 
@@ -492,10 +510,7 @@ class LocalCopy:
             _stand_in(inner_optimizer, kept)
             for inner_optimizer, kept in zip(step_record.chain(optimizer), own_copies, strict=True)
         ]
-        self.optimizer: Any = stand_ins[0]
-        if hasattr(optimizer, "chained_optimizers"):
-            self.optimizer = copy.copy(optimizer)
-            self.optimizer.chained_optimizers = stand_ins
+        self.optimizer: Any = step_record.with_chain(optimizer, iter(stand_ins))
         self.mirrors = tuple(
             None if mirror is None or kept is None else mirror.on(kept.optimizer)
             for mirror, kept in zip(mirrors, copies, strict=True)

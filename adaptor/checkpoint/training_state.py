@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from adaptor import context, plug_ins
-from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint import layer_wise, shards, step_record
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
@@ -203,6 +203,11 @@ class TrainingState:
         live = chain(self.live or self.optimizer)
         return list(zip(own_chain, live, self.stored or (True,) * len(own_chain), strict=True))
 
+    @property
+    def has_owners(self) -> bool:
+        """Return whether other ranks with this model update other params (`layer_wise`)."""
+        return layer_wise.has_owners(self.optimizer)
+
     @cached_property
     def buffers(self) -> Buffers:
         """The saved buffers of the model."""
@@ -264,6 +269,8 @@ def place_of(
     first = groups.index(group)
     shares: list[Share] = []
     offset, total = 0, sum(count for _, count in own_shards)
+    has_owners = layer_wise.has_owners(optimizer)
+    unsharded = sum(not shards.is_sharded(inner_optimizer) for inner_optimizer in inner)
     for inner_optimizer, mirror, (index, count) in zip(inner, mirrors, own_shards, strict=True):
         held_shards = {index, mirror.index} if mirror is not None else {index}
         sharing = (
@@ -271,9 +278,15 @@ def place_of(
             if shards.is_sharded(inner_optimizer)
             else []
         )
-        for name in sorted({group, *(groups[rank] for rank in sharing)}):
+        names = {group, *(groups[rank] for rank in sharing)}
+        size = total
+        if has_owners and sharing:  # the first rank alone saves weights that have shards
+            names = {groups[sharing[0]]}
+        elif has_owners and not all(index == 0 for index, _ in own_shards):
+            size = unsharded
+        for name in sorted(names):
             shares += [
-                Share(name, offset + shard, total, can_write=name == group) for shard in sorted(held_shards)
+                Share(name, offset + shard, size, can_write=name == group) for shard in sorted(held_shards)
             ]
         offset += count
     stored = tuple(index == 0 for index in gathered[first][1])

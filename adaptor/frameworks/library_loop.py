@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.package_info import __version__
 
 from adaptor import context, hooks, patching
-from adaptor.checkpoint import left_overs, save_folder_claim
+from adaptor.checkpoint import layer_wise, left_overs, save_folder_claim
 from adaptor.checkpoint.step_record import RandomStates, StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee, ProtectedState
 from adaptor.checkpoint.training_state import CheckpointContents, format_named
@@ -100,7 +100,7 @@ def protected_state(
         optimizer=optimizer,
         scheduler=scheduler,
         save=save,
-        group=folder_of_rank(),
+        group=layer_wise.group_of(folder_of_rank(), optimizer),
         make_format=format_named(format, "format"),
         contents=contents or CheckpointContents(),
         increment=increment,

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from adaptor import context, hooks, patching
-from adaptor.checkpoint import save_folder_claim
+from adaptor.checkpoint import layer_wise, save_folder_claim
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates
 from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import (
@@ -177,7 +177,7 @@ def _protected_state(
         optimizer=optimizer,
         scheduler=scheduler,
         save=args.save,
-        group=_group(args),
+        group=layer_wise.group_of(_group(args), optimizer),
         # Up to 0.6 there is one format, and no option that names it.
         make_format=format_named(getattr(args, "ckpt_format", "torch"), "--ckpt-format"),
         contents=CheckpointContents(counters, growth, keeps=keeps),

@@ -16,7 +16,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint import layer_wise, shards, step_record
 from adaptor.replica import optimizer_state
 
 # What routers of experts add up in the forward passes of a step. The framework zeroes it when the gradients
@@ -108,7 +108,11 @@ def settle_optimizer(optimizer: Any) -> None:
     """
     for chained_optimizer in {
         id(chained_optimizer): chained_optimizer
-        for chained_optimizer in (optimizer, *step_record.chain(optimizer))
+        for chained_optimizer in (
+            optimizer,
+            *layer_wise.parts_of(optimizer),
+            *step_record.chain(optimizer),
+        )
     }.values():
         if getattr(chained_optimizer, "_has_grad_norm_group_cache", None) is not None:
             chained_optimizer._has_grad_norm_group_cache = None
@@ -182,7 +186,12 @@ def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
             storage.make_weights()
         elif not shards.is_stub(chained_optimizer) and hasattr(chained_optimizer, name):
             getattr(chained_optimizer, name)()
-    if any(map(shards.is_sharded, step_record.chain(optimizer))):
+    parts = list(layer_wise.parts_of(optimizer))
+    in_buffers = [part for part in parts if getattr(part, "use_buffer_param_sync", False)]
+    for part in parts:
+        if part not in in_buffers:
+            part.allgather_params()
+    if in_buffers or any(map(shards.is_sharded, step_record.chain(optimizer))):
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
 

@@ -29,7 +29,7 @@ from adaptor.frameworks import (
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patching import is_gone
 from adaptor.protocol.messages import ScriptStage
-from adaptor.replica.choice import ReplicaChoice
+from adaptor.replica.choice import LONE_MATRICES, ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.framework_watchdogs import Watchdogs
 from adaptor.worker.incident_marks import IncidentMarks, OpenRun
@@ -110,8 +110,10 @@ def checks(parsed: Any) -> Iterator[Callable[[], None]]:
         )
     )
     choice.has_lone_experts(parallel_sizes.has_lone_experts(parsed))
+    if supported_options.is_layer_wise(parsed):
+        yield lambda: choice.require_none(LONE_MATRICES)
     yield lambda: choice.decide(
-        parsed.use_distributed_optimizer,
+        supported_options.is_sharded(parsed),
         supported_options.data_parallel_size(parsed),
         supported_options.expert_data_parallel_size(parsed),
     )
@@ -123,12 +125,15 @@ def examine(parsed: Any) -> None:
 
     def layout() -> preflight.ParallelLayout:
         has_experts = getattr(parsed, "num_experts", None) is not None
+        experts = supported_options.expert_data_parallel_size(parsed)
+        # A matrix on one rank alone is for the plan what an expert on one rank alone is.
+        is_layer_wise = supported_options.is_layer_wise(parsed)
         stages = parsed.pipeline_model_parallel_size
         return preflight.ParallelLayout(
             world_size=parsed.world_size,
             data_parallel=supported_options.data_parallel_size(parsed),
-            experts=supported_options.expert_data_parallel_size(parsed) if has_experts else 0,
-            sharded=parsed.use_distributed_optimizer,
+            experts=1 if is_layer_wise else experts if has_experts else 0,
+            sharded=is_layer_wise or parsed.use_distributed_optimizer,
             instances=getattr(parsed, INSTANCES, 1),
             tensor=parsed.tensor_model_parallel_size,
             expert=parallel_sizes.experts_size(parsed) // stages if has_experts else 1,

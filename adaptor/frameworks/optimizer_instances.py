@@ -37,18 +37,19 @@ class PutOff:
 
     Attributes:
         calls: postponed gathers of parameters, by part of the model
-        copies: postponed quantizations of parameters, in which ranks compare their largest elements
+        further: postponed quantizations of parameters, in which ranks compare their largest elements, and
+            gathers of the parameters of a single optimizer
     """
 
     def __init__(self, context: Context) -> None:
         self.calls: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
-        self.copies: list[Callable[[], Any]] = []
+        self.further: list[Callable[[], Any]] = []
 
-    def quantize(self) -> None:
-        """Make the copies, in the order of the chain."""
-        copies, self.copies = self.copies, []
-        for copy_parameters in copies:
-            copy_parameters()
+    def catch_up(self) -> None:
+        """Make the further calls, in the order of the chain."""
+        further, self.further = self.further, []
+        for call in further:
+            call()
 
 
 def require_groups() -> None:
@@ -154,16 +155,17 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     Raises:
         UnsupportedError: the update needs other ranks, or the optimizer has state that no other rank has.
     """
-    chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
-    for part in (megatron_optimizer, *chain):
-        if type(part).__name__ == "LayerWiseDistributedOptimizer":
-            raise UnsupportedError(
-                f"{supported_options.WHOLE_MATRICES} cannot be protected yet; give every rank the whole"
-                " optimizer, or set ENABLE_TTP=False"
-            )
-    from adaptor.checkpoint import step_record  # torch, which is for the script to import
+    from adaptor.checkpoint import layer_wise, step_record  # torch, which is for the script to import
     from adaptor.frameworks import master_params, offloaded_memory
 
+    chain = step_record.chain(megatron_optimizer)
+    # Commits of 0.20 with #6666 and without #6920: after a load a rank has only its own weights from the main
+    # params, because this method looks for the model in the parts of the chain.
+    if any(hasattr(part, "_unique_model_chunks") for part in layer_wise.parts_of(megatron_optimizer)):
+        raise UnsupportedError(
+            "this commit of Megatron-core does not go on from what it saves with a layer-wise optimizer"
+            " (NVIDIA/Megatron-LM#6920); use an earlier or a later one, or set ENABLE_TTP=False"
+        )
     if len(chain) > 1:
         _require_one_gathering()
     for part in chain if len(chain) > 1 else ():

@@ -14,14 +14,13 @@ from itertools import product
 from typing import Any
 
 from adaptor import context, plug_ins
-from adaptor.checkpoint import save_folder_claim
+from adaptor.checkpoint import layer_wise, save_folder_claim
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
-WHOLE_MATRICES = "Muon's state of whole matrices, each on one rank alone,"
 _MEGATRON_FSDP = "Megatron FSDP, whose weights are shards (DTensor),"
 
 ALLOWED_VALUES: Values = (
@@ -29,8 +28,7 @@ ALLOWED_VALUES: Values = (
     ("use_custom_fsdp", (False,), _MEGATRON_FSDP),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2, which does not go on bitwise from its own checkpoints,"),
     ("fp4", (None,), "fp4"),
-    ("optimizer", ("adam", "sgd", "muon"), "an optimizer other than adam, sgd and muon"),
-    ("use_layer_wise_distributed_optimizer", (False,), WHOLE_MATRICES),
+    ("optimizer", ("adam", "sgd", "muon", "dist_muon"), "an optimizer other than adam, sgd and muon"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("inprocess_restart", (False, None), "a second start of training in the same process"),
     ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
@@ -189,7 +187,7 @@ def checks(*configs: Any, format: str = "") -> Iterator[Callable[[], None]]:
     """The parts of `require_protected`: each raises UnsupportedError for one reason."""
     yield from checks_of_values(ALLOWED_VALUES, *configs)
     for config in configs:
-        yield partial(_require_whole_muon, config)
+        yield partial(_require_muon, config, format)
         yield partial(_require_loader_folder, config)
         yield partial(_require_whole_offload, config)
         yield partial(_require_loadable_student, config, format)
@@ -198,14 +196,28 @@ def checks(*configs: Any, format: str = "") -> Iterator[Callable[[], None]]:
         yield partial(_require_formats, config)
 
 
-def _require_whole_muon(config: Any) -> None:
-    if getattr(config, "optimizer", "adam") != "muon":
-        return
-    if getattr(config, "use_distributed_optimizer", False):
-        raise UnsupportedError(
-            f"--use-distributed-optimizer is True with --optimizer muon: {WHOLE_MATRICES} cannot be"
-            " protected yet; leave it out, or set ENABLE_TTP=False"
+def is_layer_wise(config: Any) -> bool:
+    """Return whether each matrix, with its state, is on one data-parallel rank alone, as Muon has it."""
+    kind = getattr(config, "optimizer", "adam")
+    return kind == "dist_muon" or (
+        kind == "muon"
+        and (
+            getattr(config, "use_distributed_optimizer", False)
+            or getattr(config, "use_layer_wise_distributed_optimizer", False)
         )
+    )
+
+
+def is_sharded(args: Any) -> bool:
+    """Return whether ranks share the state of a distributed optimizer, which may have second copies."""
+    return bool(args.use_distributed_optimizer) and not is_layer_wise(args)
+
+
+def _require_muon(config: Any, format: str) -> None:
+    if getattr(config, "optimizer", "adam") not in ("muon", "dist_muon"):
+        return
+    if is_layer_wise(config) and (format or getattr(config, "ckpt_format", "")) == "torch":
+        raise UnsupportedError(layer_wise.IN_TORCH)
     require_blockwise(getattr(config, "muon_tp_mode", ""), getattr(config, "tensor_model_parallel_size", 1))
 
 

@@ -12,6 +12,10 @@ from adaptor.context import Context
 from adaptor.errors import UnsupportedError
 from adaptor.replica import tolerance
 
+# Why no second copies are made.
+LONE_EXPERTS = "no two ranks share experts"
+LONE_MATRICES = "the layer-wise optimizer keeps each matrix and its state on one rank alone"
+
 
 class ReplicaChoice:
     """The choice of this job, a part of its context."""
@@ -66,6 +70,18 @@ class ReplicaChoice:
                 "use auto or mirror"
             )
         return setting
+
+    def require_none(self, reason: str) -> None:
+        """Refuse a setting that asks for second copies where none can be made, for `reason`.
+
+        Raises:
+            UnsupportedError: names the setting.
+        """
+        if self._setting not in ("auto", "none"):
+            raise UnsupportedError(
+                f"TTP_REPLICA is {self._setting}, but {reason}: use auto or none, and TTP_HOST_COPY to"
+                " survive the death of a process"
+            )
 
     def cannot_split(self, reason: str) -> None:
         """Record why `split` cannot be used in this job; empty: `split` can be used."""
@@ -124,7 +140,7 @@ def describe(
     sharded: bool,
     elements: int,
     mirrored: int,
-    alone: bool = False,
+    lone: str = "",
     host_copy: int | None = 0,
 ) -> str:
     """Return the line about replicas that `ttprun` prints at the start.
@@ -132,7 +148,7 @@ def describe(
     Args:
         elements: number of main-param elements that rank 0 updates.
         mirrored: bytes of the rank's mirrors.
-        alone: whether experts have no second copy, because no other rank has the same.
+        lone: why a part has no second copy; empty: all parts have.
         host_copy: after how many steps copies in host memory are made; 0: never; None: auto; another line
             reports the decision.
     """
@@ -148,10 +164,9 @@ def describe(
             "more on rank 0"
         )
     if mirrored:
-        only = f", but none of experts, which no two ranks share{fate}" if alone else ""
+        only = f", but none of experts, which no two ranks share{fate}" if lone else ""
         return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0{only}"
-    why = "no two ranks share experts" if alone else "TTP_REPLICA=none"
-    return f"no second copies of optimizer shards ({why}){fate}"
+    return f"no second copies of optimizer shards ({lone or 'TTP_REPLICA=none'}){fate}"
 
 
 def _mib(count: int) -> str:

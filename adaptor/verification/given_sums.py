@@ -89,7 +89,7 @@ class GivenSums:
                 elif not shards.is_stub(optimizer):
                     by_index[0] = state_sums.sums_of_whole(optimizer, live, names, is_rounded=True)
             taken |= {offset + index: hexadecimal(sums) for index, sums in by_index.items()}
-            offset += shards.shard_of(optimizer)[1]
+            offset += len(self._exchange.sources[position])
         return taken
 
     def _take_shards(self, position: int, optimizer: Any, names: Mapping[int, str]) -> dict[int, Sums]:
@@ -196,8 +196,8 @@ def require_gathered(
     if agreed is None:
         return
     names, offset = state_sums.names_of(state), 0
-    for world, (optimizer, _, _) in zip(gathered, state.chained, strict=True):
-        count = shards.shard_of(optimizer)[1]
+    for world, sources, (optimizer, _, _) in zip(gathered, exchange.sources, state.chained, strict=True):
+        count = len(sources)
         if world is not None:
             for key, total in state_sums.sums_of_world(optimizer, world, names).items():
                 if total != agreed.total(key, offset, count):

@@ -269,8 +269,9 @@ def _held_by(
         else:
             by_index[0] = {} if shards.is_stub(optimizer) else sums_of_whole(optimizer, live, names)
         for number, sums in by_index.items():
-            groups = tuple(share.group for share in shares if share.index == offset + number)
-            total = next((share.count for share in shares), count)
+            own_shares = [share for share in shares if share.index == offset + number]
+            groups = tuple(share.group for share in own_shares)
+            total = next((share.count for share in own_shares), count)
             all_sums.append(ShardSums(groups, offset + number, total, sums))
         offset += count
     weights = None

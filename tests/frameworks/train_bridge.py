@@ -42,7 +42,12 @@ def config_of(args: argparse.Namespace) -> Config:
             ckpt_step=None,
         ),
         optimizer=OptimizerConfig(
-            lr=1e-3, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+            optimizer=args.optimizer,
+            lr=1e-3,
+            min_lr=1e-5,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=args.optimizer == "adam",
         ),
         dist=SimpleNamespace(use_decentralized_pg=False, instances=args.instances),
         ddp=SimpleNamespace(overlap_param_gather=False),
@@ -60,13 +65,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples of a step, one for each rank")
     parser.add_argument("--save-interval", type=int, default=2)
     parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--optimizer", default="adam", help="or dist_muon")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--save", type=Path, required=True)
     args = parser.parse_args()
     state = GlobalState(config_of(args))
     state.train_state.do_valid = True
     shape = SimpleNamespace(
-        instances=args.instances, stages=1, experts=1, context=1, tensor=1, freeze=False, whole=False
+        instances=args.instances,
+        stages=1,
+        experts=1,
+        context=1,
+        tensor=1,
+        freeze=False,
+        whole=args.optimizer != "adam",
     )
 
     def forward(data_iterator: Any, model: Any) -> torch.Tensor:

@@ -71,6 +71,37 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     outcome.assert_same_training(result, alone.records)
 
 
+def test_layer_wise_muon(tmp_path: Path) -> None:
+    """Each matrix and its state are on one rank alone. Rank 0 raises, and the framework goes on from last
+    words; then rank 1 dies, and all go back to their copies in host memory; then both die.
+    """
+    muon = partial(
+        library.train,
+        layout=DP2,
+        script=FRAMEWORKS / "train_bridge.py",
+        paths=[str(FRAMEWORKS / "small_bridge"), str(harness.ROOT / "tests/standins/muon")],
+        instances=1,
+    )
+    job, save = ("--optimizer", "dist_muon", "--save-interval", "100", "--save"), str(tmp_path / "save")
+    alone = muon(tmp_path / "alone", *job, str(tmp_path / "own"), launcher="torchrun", code=0)
+    faults = ["rank=0,step=4,phase=forward,kind=exception"]
+    result = muon(tmp_path / "job", *job, save, faults=faults, code=1)
+    assert outcome.tracked(Path(save)) == "3"
+    result.assert_says("no second copies of optimizer shards (the layer-wise optimizer keeps each matrix")
+    options = ("--ttp-host-copy", "1", "--ttp-online", "60", "--ttp-spares", "0")
+    faults = [
+        "rank=1,step=5,phase=backward,kind=sigkill",
+        "rank=1,step=7,phase=update,kind=sigkill,restart=-1,also=0",
+    ]
+    copy = shutil.copytree(save, tmp_path / "copy")
+    result = muon(tmp_path / "copies", *job, str(copy), restarts=1, faults=faults, options=options, code=0)
+    result.assert_says("goes on after step 4, from copies in host memory")
+    result.assert_says("step 6 is written from the copies in host memory")
+    outcome.assert_same_training(result, alone.records, range(4, ITERATIONS + 1))
+    by_itself = muon(tmp_path / "by-itself", *job, save, launcher="torchrun", code=0)
+    outcome.assert_same_training(by_itself, alone.records, range(4, ITERATIONS + 1))
+
+
 def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
     """Its own save of step 2 is older than last words, and lacks the optimizer, as those of all published
     recipes; a restart finds them beside it."""

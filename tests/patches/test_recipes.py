@@ -54,7 +54,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8-r", "--use-megatron-f"]),
         (recipe("--export-kd-teacher-load", "teacher"), ["restarts all", "--export-kd-teacher-load has all"]),
         (recipe("--freeze-all-layers"), ["refused before the first step", "--freeze-all-layers"]),
-        (recipe("--optimizer", "muon"), ["refused before the first step", "--use-distributed-opt"]),
+        (recipe("--optimizer", "muon"), ["up to 50 steps made again, and online recovery"]),
         (recipe("--compress-optimizer", framework="mindspeed-llm"), ["refused", "--compress-opt"]),
         (recipe("--swap-optimizer", framework="mindspeed-llm"), ["refused", "--swap-optimizer"]),
         (recipe(world=1), ["50 steps made again, a death restarts all", "one rank: all is lost with it"]),

@@ -50,16 +50,38 @@ def test_deferred_gathers_run_at_the_end(
         calls.clear()
 
 
+def test_gathers_of_single_optimizers_run_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 0.18 each optimizer of a chain gathers its own parameters; a layer-wise one is a chain itself."""
+    window, gathered = SimpleNamespace(is_open=True), list[str]()
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=SimpleNamespace(window=window)))
+    inner = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer="muon")])
+
+    def gather(name: str) -> None:
+        megatron_core.parameters_of_one_optimizer_are_gathered_at_the_end(
+            lambda: gathered.append(name), inner, (), {}
+        )
+
+    for _ in range(2):  # steps
+        window.is_open = True
+        megatron_core.ranks_that_train_nothing_pass_the_door(lambda: gather("layer-wise"), inner, (), {})
+        assert not gathered
+        window.is_open = False
+        gather("sharded")
+        assert gathered == ["layer-wise", "sharded"]
+        gathered.clear()
+
+
 class LayerWiseDistributedOptimizer(SimpleNamespace):
     """Megatron-core's, by its name."""
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_whole_matrices_on_one_rank_alone_are_refused(is_nested: bool) -> None:
-    layer_wise = LayerWiseDistributedOptimizer(chained_optimizers=[])
-    optimizer = SimpleNamespace(chained_optimizers=[layer_wise]) if is_nested else layer_wise
-    with pytest.raises(UnsupportedError, match="Muon's state of whole matrices, each on one rank alone"):
-        optimizer_instances.let_pass_the_door(optimizer)
+def test_commits_that_load_other_weights_with_a_layer_wise_optimizer_are_refused() -> None:
+    layer_wise = LayerWiseDistributedOptimizer(chained_optimizers=[], config=SimpleNamespace())
+    layer_wise.optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer_instances.let_pass_the_door(SimpleNamespace(chained_optimizers=[layer_wise]))
+    layer_wise._unique_model_chunks = list
+    with pytest.raises(UnsupportedError, match="Megatron-LM#6920"):
+        optimizer_instances.let_pass_the_door(SimpleNamespace(chained_optimizers=[layer_wise]))
 
 
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])  # up to 0.16, and later

@@ -267,6 +267,25 @@ def _without_autograd(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _gather_other_sizes(
+    original: Any, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # Gloo gathers tensors of one size alone.
+    longest = max(part.numel() for part in tensor_list)
+    if all(part.numel() == longest for part in tensor_list):
+        return original(tensor_list, tensor, *args, **kwargs)
+    padded = [part.new_empty(longest) for part in tensor_list]
+    own = tensor.new_zeros(longest)
+    own[: tensor.numel()] = tensor.detach().reshape(-1)
+    work = original(padded, own, *args, **kwargs)
+    if work is not None:  # what is copied below must be there
+        work.wait()
+    with torch.no_grad():
+        for part, filled in zip(tensor_list, padded, strict=True):
+            part.copy_(filled[: part.numel()].view_as(part))
+    return work
+
+
 def _coalesced_as_bytes(
     original: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
@@ -318,6 +337,7 @@ def install_collectives() -> None:
         "new_group": _group_over_gloo,
         "barrier": _barrier_without_devices,
         "isend": _send_a_copy,
+        "all_gather": _gather_other_sizes,
         "all_to_all_single": _split_sizes_as_lists,
         "_all_gather_base": _without_autograd,
         "all_gather_into_tensor": _coalesced_as_bytes,
