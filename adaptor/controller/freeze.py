@@ -86,11 +86,16 @@ class FreezeState:
     @property
     def never_begun(self) -> bool:
         """Return True if training had not begun on some rank, and no awaited node can know otherwise."""
-        if self._awaited:
+        if self._awaited or self.had_begun:
             return False
         if self._membership.unbegun or not self._membership.layouts:
             return True
         return self._state.term > 0 and not self._state.nodes.keys() <= self._membership.layouts.keys()
+
+    @property
+    def had_begun(self) -> bool:
+        """Return True if training had begun on every rank, because a spare node has joined it."""
+        return any(self._membership.owners.values())
 
     @property
     def unknown(self) -> list[int]:
@@ -196,12 +201,9 @@ def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOu
     """Return the plan to save the newest possible step, or the outcome if no step can be saved."""
     origin = state.writing.origin
     if not freeze_state.knows_all:
-        if freeze_state.newest_begun <= origin:
+        if freeze_state.newest_begun <= origin and not freeze_state.had_begun:
             return NEVER_BEGUN
-        unknown_ranks = ", ".join(map(str, freeze_state.unknown))
-        return IncidentOutcome(
-            "lost", -1, f"what rank {unknown_ranks} held is not known: its message was lost"
-        )
+        return lost_layouts(freeze_state)
     if freeze_state.stage == ScriptStage.FINISHED:
         return FINISHED
     decision = state.writing.decide(state.boards)
@@ -213,6 +215,12 @@ def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOu
         useless = unresponsive_words(state.given_up) + unreadable_words(state.boards)
         return IncidentOutcome("lost", -1, decision.reason + useless, unheld=True)
     return _nothing_since(origin) if decision.step <= origin else decision
+
+
+def lost_layouts(freeze_state: FreezeState) -> IncidentOutcome:
+    """Return the outcome where ranks hold state, and the layouts of some ranks are not known."""
+    unknown_ranks = ", ".join(map(str, freeze_state.unknown))
+    return IncidentOutcome("lost", -1, f"what rank {unknown_ranks} held is not known: its message was lost")
 
 
 def _nothing_since(origin: int) -> IncidentOutcome:

@@ -25,7 +25,14 @@ from collections.abc import Collection
 
 from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import Feasibility, Recoveries
-from adaptor.controller.freeze import FINISHED, NEVER_BEGUN, FreezeState, PriorCheckpointSearch, choose
+from adaptor.controller.freeze import (
+    FINISHED,
+    NEVER_BEGUN,
+    FreezeState,
+    PriorCheckpointSearch,
+    choose,
+    lost_layouts,
+)
 from adaptor.controller.incident_state import IncidentOutcome, IncidentState, Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
@@ -75,6 +82,7 @@ class Incident:
         recoveries: Recoveries | None = None,
     ) -> None:
         self._failures = failures
+        self._awaited = awaited
         recoveries = recoveries or Recoveries(0.0)
         self.state = IncidentState(
             number=number,
@@ -392,8 +400,10 @@ class Incident:
 
     def _go_on_without_layouts(self, time_now: float) -> Orders:
         """Ask the known ranks to freeze: they know whether a step has finished."""
-        if self.freeze_state.never_begun or not self.state.membership.layouts:
+        if self.freeze_state.never_begun:
             return self._end(NEVER_BEGUN)
+        if not self.state.membership.layouts:
+            return [] if self._awaited else self._end(lost_layouts(self.freeze_state))
         self.freeze_state.hurry(time_now)
         return self._freeze()
 

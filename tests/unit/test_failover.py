@@ -6,7 +6,8 @@ import pytest
 
 from adaptor.controller import failover
 from adaptor.controller.controller import Controller
-from adaptor.controller.failover import StandbyReplicator, Succession
+from adaptor.controller.failover import RECONNECT_S, StandbyReplicator, Succession
+from adaptor.controller.freeze import LAYOUT_WAIT_S
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -234,6 +235,20 @@ def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(has_acted: b
     assert job.incident is not None
     orders = job.handle(Frozen(1, job.incident.number, BoardRecord(1, 1001, Phase.RUNNING, 4, 4, 4)), 0.1)
     assert any(isinstance(order, FillPlaces) for _, order in orders) == (not has_acted)
+
+
+def test_a_spare_node_takes_over_before_it_knows_a_layout() -> None:
+    """Training had begun, or it could not have joined. A node that is awaited may know the layouts."""
+    job = Controller(3, 120.0, ("store", 1, b""), term=1)
+    job.succeed([AgentHello(0, (0,)), AgentHello(2, (2,))], (1, 2), 0.0)
+    for message in (AgentHello(1, (1,), owner="a spare node"), ReplayComplete(1), AgentLost(0)):
+        job.handle(message, 0.0)
+    job.tick(LAYOUT_WAIT_S)
+    assert job.verdict is None
+    job.tick(RECONNECT_S)
+    job.tick(RECONNECT_S)
+    assert job.verdict is not None
+    assert job.verdict.outcome == "lost"
 
 
 def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:
