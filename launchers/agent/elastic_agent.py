@@ -203,7 +203,7 @@ class SurvivorsAgent(LocalElasticAgent):
             may_restart=self._remaining_restarts > 0,
             has_met_before=self._handler.has_met_before,
             counts=StartCounts(self._account.begun, self._generations),
-            place=place,
+            taken=self._record.taken if place is not None else None,
             own_store=self._own_store if place is not None else None,
         )
         if self._later_nodes is not None:

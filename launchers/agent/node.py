@@ -24,6 +24,7 @@ from adaptor import hooks, output
 from adaptor.config import Config
 from adaptor.controller.failover import stands_by
 from adaptor.controller.verdict import Recurrence
+from adaptor.errors import StartError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
@@ -63,7 +64,7 @@ from adaptor.protocol.environment import (
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Endpoint, NodesWaiting
 from adaptor.protocol.records import DrillAnswer, DrillRequest, name_of
-from adaptor.protocol.spare_messages import Gate, MemberHello, SpareHello, TakePlace
+from adaptor.protocol.spare_messages import Gate, MemberHello, SpareHello
 
 # The key of a node's keeper of host copies in the rendezvous store.
 _KEEPER = "ttp/copies/{}"
@@ -123,7 +124,7 @@ class Node:
         may_restart: bool = True,
         has_met_before: bool = False,
         counts: StartCounts = NO_STARTS,
-        place: TakePlace | None = None,
+        taken: Taken | None = None,
         own_store: Endpoint | None = None,
     ) -> None:
         """Prepare a generation before its workers start.
@@ -136,10 +137,10 @@ class Node:
             may_restart: whether a restart remains; without one only a spare replaces a rank.
             has_met_before: whether the job had workers on other nodes before this node joined.
             counts: the starts so far, including this start.
-            place: the place of a spare node whose workers join training workers.
+            taken: the place of a spare node whose workers join training workers.
             own_store: the rendezvous store of a spare node in the place of node 0.
         """
-        control = self.control
+        control, place = self.control, taken.place if taken is not None else None
         self._store = store
         os.environ[LAST_INCIDENT] = _for_environment(control.verdict.line) if control.verdict else ""
         control.begin(ranks, node, nodes, may_restart=may_restart, counts=counts, joins=place is not None)
@@ -165,9 +166,8 @@ class Node:
         )
         control.connect(client)
         wait = control.thread.wait_for
-        if place is not None:
-            assert place.controller is not None
-            own_invitation = self._join_training(client, place, tuple(ranks), place.controller, own_store)
+        if taken is not None:
+            own_invitation = self._join_training(client, taken, tuple(ranks), own_store)
         elif node == 0:
             for hook in control.hooks:
                 hook.has_controller(control.records.files.folder, took_over=False)
@@ -194,20 +194,27 @@ class Node:
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
 
     def _join_training(
-        self,
-        client: ControllerClient,
-        place: TakePlace,
-        ranks: tuple[int, ...],
-        controller: Gate,
-        own_store: Endpoint | None,
+        self, client: ControllerClient, taken: Taken, ranks: tuple[int, ...], own_store: Endpoint | None
     ) -> Invitation:
-        """Connect a spare node to the controller of the training workers."""
+        """Connect a spare node to the controller of the training workers.
+
+        Raises:
+            GateLostError: the gate of the controller is lost.
+            StartError: the controller does not answer, or was lost before it knew this node.
+        """
+        place, controller = taken.place, taken.place.controller
+        assert controller is not None
         encoded = controller.invitation.encode()
         # Before `join`: the controller may send an order first.
         self.control.generation = Invitation.decode(encoded, credentials.kind_of(self._config)).generation
         join = client.join(controller.address, encoded, ranks, place.owner, own_store)
         wait = self.control.thread.wait_for
-        return wait_for(lambda: wait(join), lambda: f"the controller, at {controller.address}")
+        awaited_place = f"the controller, at {controller.address}"
+        invitation = wait_for(lambda: wait(join), lambda: awaited_place, look=taken.require_gate)
+        self.meet()
+        if self.control.verdict is not None and client.succession.verdict is None:
+            raise StartError(f"{awaited_place}, was lost before it knew this node")
+        return invitation
 
     def _keep_copies(self, client: ControllerClient, node: int, nodes: int) -> None:
         """Keep host copies of the previous node, and give those of this node to the next node."""

@@ -41,6 +41,8 @@ TRUSTED = (
     " and act as one of them"
 )
 USAGE_EXIT_CODE = 2
+# The kernel ends all connections of a dead process within milliseconds, in any order.
+_ENDS_TOGETHER_S = 1.0
 DEVICE_WORKER = Path(devices.__file__).with_name("__main__.py")
 
 
@@ -248,23 +250,31 @@ def _run_with_survivors(
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
     job = rendezvous_store.MovedJob(parsed)
+
+    def look() -> float | None:
+        job.look()
+        return record.taken.require_gate() if record.taken is not None else None
+
     if engine.has_own_agent:
         # torch makes its agent by this name.
         api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), parts, record)  # type: ignore[misc, assignment]
         # torch makes its rendezvous by this name.
-        api.rdzv_registry = Registry(api.rdzv_registry, job.look)  # type: ignore[assignment]
+        api.rdzv_registry = Registry(api.rdzv_registry, look)  # type: ignore[assignment]
     code, at_once = 1, False
     gate: Gate | None = None
+    lost: spare_node.Taken | None = None
     lost_agents = []  # each keeps torch's rendezvous, which a thread may still use
     try:
         while True:
             try:
-                code = _take_part(parsed, settings, engine, record, job, gate)
+                code = _take_part(parsed, settings, engine, record, job, gate, lost)
                 break
             except (waiting.MovedError, waiting.StoreLostError) as error:  # nothing was started here
                 output.tell(f"[ttp] {error}")
                 parsed.ttp_spare |= isinstance(error, waiting.PlaceLostError)
-                gate = error.gate if isinstance(error, waiting.FullJobError) else None
+                lost = record.taken if isinstance(error, waiting.GateLostError) else None
+                if lost is None:
+                    gate = error.gate if isinstance(error, waiting.FullJobError) else None
                 lost_agents.append(record.end_agent)
                 at_once, record.end_agent = record.end_agent() or at_once, lambda: False
                 if isinstance(error, waiting.StoreLostError) and not job.moves():
@@ -305,11 +315,13 @@ def _take_part(
     record: RunRecord,
     job: MovedJob,
     gate: Gate | None,
+    lost: spare_node.Taken | None,
 ) -> int:
     """Find the job and take part in it, as a node or as a spare node; return the exit code.
 
     Args:
         gate: where this node waits as a spare node; None: `parsed` says whether this node is a spare node.
+        lost: as in `spare_node.wait`.
 
     Raises:
         MovedError: the job is elsewhere, or takes this node as a spare node: the next call goes there.
@@ -318,11 +330,11 @@ def _take_part(
     from adaptor.launchers.rendezvous import rendezvous_store
 
     record.taken = None  # a place that could not be taken
-    if engine.has_own_agent and gate is None:
+    if engine.has_own_agent and gate is None and lost is None:
         job.find()
     if parsed.ttp_spare or gate is not None:
         assert record.common is not None
-        taken = spare_node.wait(parsed, settings, record.common, job.look, gate)
+        taken = spare_node.wait(parsed, settings, record.common, job.look, gate, lost)
         if not isinstance(taken, spare_node.Taken):
             output.tell("[ttp] the job is over; this spare node was not needed")
             return int(taken.failed and job.comes_back)
@@ -347,14 +359,13 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
         engine: knows its own exit codes.
         record: the notes of the agent.
     """
-    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from adaptor.launchers.rendezvous import waiting
 
     try:
-        run.run(parsed)  # type: ignore[no-untyped-call]
+        _run_torch(parsed, record)
     except AdaptorError as error:
         verdict = record.verdict
         if verdict is None:
@@ -407,6 +418,22 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
         return int(verdict.exit_code)
     record.account.ended()
     return 0
+
+
+def _run_torch(parsed: argparse.Namespace, record: RunRecord) -> None:
+    """Run torch's agent.
+
+    Raises:
+        GateLostError: an error has come from the loss of the gate that has given this spare node its place.
+    """
+    from torch.distributed import run
+
+    try:
+        run.run(parsed)  # type: ignore[no-untyped-call]
+    except Exception:
+        if record.taken is not None and not record.has_started:
+            record.taken.require_gate(within_s=_ENDS_TOGETHER_S)
+        raise
 
 
 def end_by(sigval: signal.Signals, record: RunRecord) -> int:

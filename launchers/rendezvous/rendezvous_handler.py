@@ -55,11 +55,11 @@ class Registry:
     wait.
 
     Args:
-        look: raises MovedError if the job has gone on elsewhere; called while this node waits for its first
-            meeting.
+        look: raises MovedError if the job has gone on elsewhere; called, as `wait_for` does, while this node
+            waits for its first meeting.
     """
 
-    def __init__(self, registry: Any, look: Callable[[], None] | None = None) -> None:
+    def __init__(self, registry: Any, look: Callable[[], float | None] | None = None) -> None:
         self._registry = registry
         self._look = look
 
@@ -124,7 +124,7 @@ class Rendezvous:
         *,
         has_store: bool = False,
         next_store: NextStore | None = None,
-        look: Callable[[], None] | None = None,
+        look: Callable[[], float | None] | None = None,
     ) -> None:
         self._handler = handler
         self._look = look

@@ -85,7 +85,7 @@ def wait_for(
     quiet: bool = False,
     limit: Callable[[], str] = lambda: "",
     first_s: float = FIRST_S,
-    look: Callable[[], None] | None = None,
+    look: Callable[[], float | None] | None = None,
     limit_s: float = math.inf,
 ) -> T:
     """Run `work` in a thread and return its result; call on the main thread.
@@ -96,8 +96,8 @@ def wait_for(
         quiet: print no lines.
         limit: returns the longest wait and its setting; empty: unknown or unlimited.
         first_s: seconds before the first line.
-        look: is called as often as lines are printed, in another thread, because a disk may hang; an
-            exception of `look` ends the wait, as a signal does.
+        look: is called as often as lines are printed, or after the seconds that it has returned, in another
+            thread, because a disk may hang; an exception of `look` ends the wait, as a signal does.
         limit_s: the longest wait for a store that answers.
 
     Raises:
@@ -117,12 +117,11 @@ def wait_for(
         finally:
             finished.set()
 
-    def watch(look: Callable[[], None]) -> None:
+    def watch(look: Callable[[], float | None]) -> None:
         pause_s = first_s
         try:
             while not finished.wait(pause_s):
-                look()
-                pause_s = AGAIN_S
+                pause_s = look() or AGAIN_S
         except Exception as error:
             raised.append(error)
             thread.name = ABANDONED
@@ -309,6 +308,10 @@ class FullJobError(MovedError):
     def __init__(self, gate: Gate) -> None:
         super().__init__("the job trains on all of its nodes: this node waits as a spare node")
         self.gate = gate
+
+
+class GateLostError(MovedError):
+    """The gate is lost that has given this spare node a place: this node is a spare node again."""
 
 
 class OtherSideError(RendezvousError):

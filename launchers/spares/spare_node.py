@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import random
+import select
 import socket
 import subprocess
 import time
@@ -160,10 +161,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # The time for a node to take over from a silent node 0, which it may notice some seconds later than the spare
 # (`wire`), and from the nodes that stood by before it (`failover`).
 TURN_S = 12.0
+# Seconds between two checks of the connection to the gate, while a spare node with a place has not come to
+# the controller. Other nodes wait some seconds for spare nodes (`spare_gate.MOVES_S`).
+CHECK_S = 0.5
 
 
 class Taken(NamedTuple):
     """The place that the node has taken.
+
+    Invariant: until its agent has connected to the controller, the node has the place as long as the
+    connection to the gate lasts. At its end both sides forget the place, and the node is a spare node again.
 
     Attributes:
         place: the place
@@ -171,12 +178,39 @@ class Taken(NamedTuple):
             before the agent has connected to the controller. `Member` keeps the connection from then on.
         warm: the processes for its first workers
         gate: to which the connection leads
+        gates: where spare nodes wait once the gate is lost
     """
 
     place: TakePlace
     connection: socket.socket
     warm: WarmProcesses
     gate: Gate
+    gates: tuple[Gate, ...] = ()
+
+    def require_gate(self, within_s: float = 0.0) -> float:
+        """Check the connection to the gate, before the agent of this node has connected to the controller.
+
+        Args:
+            within_s: the seconds within which the connection may still end.
+
+        Returns:
+            The seconds until the next check.
+
+        Raises:
+            GateLostError: the connection has ended.
+        """
+        from adaptor.launchers.rendezvous.waiting import GateLostError
+
+        if self.connection.fileno() >= 0:  # otherwise `Member` has connected again
+            events = select.poll()
+            events.register(self.connection, select.POLLIN)
+            while events.poll(within_s * 1000):
+                if _has_ended(self.connection):
+                    raise GateLostError(
+                        f"the node at {self.gate.address} is lost, which has given this node the place of"
+                        f" node {self.place.node}: this node waits as a spare node again"
+                    )
+        return CHECK_S
 
     @property
     def address(self) -> str:
@@ -241,6 +275,7 @@ def wait(
     own_hello: SpareHello,
     look: Callable[[], None],
     gate: Gate | None = None,
+    lost: Taken | None = None,
 ) -> Taken | SpareReleased:
     """Wait for a place, or until the job ends.
 
@@ -250,6 +285,7 @@ def wait(
         own_hello: the facts that node 0 compares.
         look: as in `Registry`.
         gate: where to wait; None: the store of the flags names the gate.
+        lost: a place that this node has lost with its gate; None: it had none.
 
     Raises:
         MovedError: the job has gone on elsewhere, or (with `gate`) this node meets the others.
@@ -262,11 +298,12 @@ def wait(
 
     from adaptor.launchers.rendezvous.waiting import MEETS, MovedError, StoreLostError, wait_for
 
-    warm = of_spare_node(parsed, settings)
+    warm = lost.warm if lost is not None else of_spare_node(parsed, settings)
+    gates = (lost.gate, *lost.gates) if lost is not None else ()
 
     def wait_at(gate: Gate) -> Taken | SpareReleased:
         return wait_for(
-            lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm)),
+            lambda: asyncio.run(wait_at_gate(gate, settings, own_hello, warm, gates)),
             lambda: "a place in the job, as a spare node",
             quiet=True,
         )
@@ -281,6 +318,8 @@ def wait(
             warm.end()
             raise MovedError(MEETS)
         return taken
+    if lost is not None:
+        return wait_at(lost.gate)
     host, port = utils.parse_rendezvous_endpoint(flags.rendezvous_of(parsed), -1)
     gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"
 
@@ -391,14 +430,8 @@ class Member:
             self._coming = loop.create_task(self._come_again())
 
     def _look(self, connection: socket.socket) -> None:
-        """Connect again if the connection has ended; other data is a message of TLS itself."""
-        try:
-            has_ended = not connection.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            has_ended = True
-        if has_ended:
+        """Connect again if the connection has ended."""
+        if _has_ended(connection):
             asyncio.get_running_loop().remove_reader(connection)
             connection.close()
             self._watch(None)
@@ -411,20 +444,41 @@ class Member:
         self._watch(connection)
 
 
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other side has ended a silent connection; other data is a message of TLS itself."""
+    try:
+        return not connection.recv(4096)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 async def wait_at_gate(
-    gate: Gate, settings: Config, own_hello: SpareHello, warm: WarmProcesses
+    gate: Gate,
+    settings: Config,
+    own_hello: SpareHello,
+    warm: WarmProcesses,
+    gates: tuple[Gate, ...] = (),
 ) -> Taken | SpareReleased:
     """Wait at `gate` while `warm` imports; for the rest see `wait`.
 
     After the loss of node 0 the spare waits at the gate of the node that has taken the controller over.
+
+    Args:
+        gates: where to wait if `gate` is lost already; (): it is not.
     """
     context = credentials.load(settings)
-    gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
-    reader, writer = await connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
-    writer.write(wire.frame(own_hello))
     early: list[ToSpareNode] = []  # the first message of a next gate, read before
+    if gates:
+        gate, reader, writer, message = await _come_to_next_gate(gate, gates, settings, context, own_hello)
+        early.append(message)
+    else:
+        invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
+        reader, writer = await connect(*invitation.address(gate.address), invitation.secret, context)
+        writer.write(wire.frame(own_hello))
     imports: list[asyncio.Task[None]] = []
-    gates: tuple[Gate, ...] = ()  # stay known at the next gate, to which other nodes may not have come yet
+    # The known `gates` stay known at the next gate, to which other nodes may not have come yet.
     while True:
         try:
             while True:
@@ -440,7 +494,7 @@ async def wait_at_gate(
                     case TakePlace() as place:
                         output.tell(f"[ttp] this spare node takes the place of node {place.node}")
                         # Past the streams, which end with the event loop: no goodbye of TLS.
-                        taken = Taken(place, writer.get_extra_info("socket").dup(), warm, gate)
+                        taken = Taken(place, writer.get_extra_info("socket").dup(), warm, gate, gates)
                         writer.transport.abort()
                         return taken
                     case SpareReleased() as released:
@@ -453,13 +507,7 @@ async def wait_at_gate(
             pass
         finally:
             writer.close()
-        next_gate = await _come_to_next_gate(gates, settings, context, own_hello)
-        if next_gate is None:
-            raise GatesLostError(
-                f"node 0 at {gate.address} is gone, and no other node has taken the job over: this spare"
-                " node ends"
-            )
-        gate, reader, writer, message = next_gate
+        gate, reader, writer, message = await _come_to_next_gate(gate, gates, settings, context, own_hello)
         early.append(message)
 
 
@@ -468,12 +516,12 @@ _AtGate = tuple[Gate, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode]
 
 
 async def _come_to_next_gate(
-    gates: Sequence[Gate], settings: Config, context: Tls | None, own_hello: SpareHello
-) -> _AtGate | None:
+    lost: Gate, gates: Sequence[Gate], settings: Config, context: Tls | None, own_hello: SpareHello
+) -> _AtGate:
     """Go to the gate, among `gates`, that serves spares: all are tried at once.
 
-    Returns:
-        None if no gate serves spares: their nodes are lost, too, or still have the controller of node 0.
+    Raises:
+        GatesLostError: no gate serves spares: their nodes are lost, too, or have no controller.
     """
     attempts = [asyncio.ensure_future(_try_gate(gate, settings, context, own_hello)) for gate in gates]
     next_gate: _AtGate | None = None
@@ -488,6 +536,11 @@ async def _come_to_next_gate(
             if isinstance(reached, tuple) and reached is not next_gate:
                 _, _, writer, _ = reached
                 writer.close()
+    if next_gate is None:
+        raise GatesLostError(
+            f"node 0 at {lost.address} is gone, and no other node has taken the job over: this spare"
+            " node ends"
+        )
     return next_gate
 
 

@@ -207,7 +207,7 @@ class Job:
         late_nodes: how many of the last nodes start only after a fault has struck.
         addresses: value of `--local-addr` for each node; c10d numbers the nodes in the order of addresses.
         spares: the number of spare nodes, all in the last namespace.
-        first_spare_dies: the first spare node that takes a place is killed at once (`dying_spare.py`).
+        killed_at_first_place: what is killed when the first spare node takes a place (`first_place.py`).
         dying_node: the node that is killed when it is about to restart its workers (`dying_node.py`).
         returning_nodes: nodes whose command is started again, each after the job went on without the node.
         network: the namespaces of the nodes; None: all nodes share the machine's.
@@ -241,7 +241,7 @@ class Job:
     late_nodes: int = 0
     addresses: Sequence[str] = ()
     spares: int = 0
-    first_spare_dies: bool = False
+    killed_at_first_place: str = ""
     dying_node: int | None = None
     returning_nodes: Sequence[int] = ()
     network: Namespaces | None = None
@@ -439,8 +439,9 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
     if job.publishing:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
-    elif job.first_spare_dies and node >= job.nodes:
-        launcher = [sys.executable, str(Path(__file__).with_name("dying_spare.py"))]
+    elif job.killed_at_first_place and node >= job.nodes:
+        script = str(Path(__file__).with_name("first_place.py"))
+        launcher = [sys.executable, script, job.killed_at_first_place]
     elif node == job.dying_node:
         launcher = [sys.executable, str(Path(__file__).with_name("dying_node.py"))]
     else:

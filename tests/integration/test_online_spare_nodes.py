@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, namespaces, outcome
+from tests.faults import first_place, harness, namespaces, outcome
 from tests.faults.harness import DP2, DP2_MIRROR, DP4, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
@@ -97,7 +97,7 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
         ["rank=1,step=4,phase=backward,kind=agent-sigkill"],
         nodes=2,
         spares=2,
-        first_spare_dies=True,
+        killed_at_first_place=first_place.SPARE,
         network=network,
         environment=PLAIN,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, namespaces, outcome
+from tests.faults import first_place, harness, namespaces, outcome
 from tests.faults.harness import DP2, job_in
 from tests.faults.scenario import BaselineOf
 
@@ -22,7 +22,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
             DP2,
             nodes=2,
             spares=3,
-            first_spare_dies=True,
+            killed_at_first_place=first_place.SPARE,
             network=network,
             restarts=2,
             environment={"TTP_TLS": "plain"},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, namespaces, outcome
+from tests.faults import first_place, harness, namespaces, outcome
 from tests.faults.harness import DP2_MIRROR, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
@@ -103,3 +103,27 @@ def test_node_0_and_another_node_are_lost_at_once(
     ended = trains_on(job, baseline_of(layout), lost_nodes=2)
     assert ended.logs[1].count(" has the place of node 0, ") == 1
     assert ended.logs[1].count(" has the place of node 2, ") == 1
+
+
+@pytest.mark.parametrize("min_nodes", [0, 4], ids=["static", "c10d"])
+def test_node_0_is_lost_when_it_has_given_the_place_of_another_lost_node(
+    min_nodes: int, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The spare node with the place is a spare again, at the node that takes over."""
+    layout = Layout("dp4-mirror", 4, replica="mirror")
+    job = online(
+        tmp_path,
+        layout,
+        ["rank=2,step=4,phase=backward,kind=agent-sigkill"],
+        nodes=4,
+        min_nodes=min_nodes,
+        spares=2,
+        killed_at_first_place=first_place.NODE_0,
+        network=network,
+        environment={"TTP_TLS": "plain"},
+    )
+    ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 0, 0, 137, 137], ended.log[-5000:]
+    assert ended.log.count(": this node waits as a spare node again") == 1
+    assert "0 steps lost" in ended.logs[1]
+    outcome.assert_same_training(ended, baseline_of(layout).records)

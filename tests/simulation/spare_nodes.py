@@ -43,7 +43,8 @@ class SpareNode(Process):
 
     def receive(self, connection: Connection, order: TakePlace | Lost) -> None:
         if isinstance(order, Lost):
-            if self.place is None and self.agent is None:
+            if self.agent is None and (self.place is None or self.place.incident):
+                self.place = None
                 self.thread(self._go_to_next_gate())
             return
         self.place = order
@@ -68,6 +69,8 @@ class SpareNode(Process):
     def _begin(self, place: TakePlace) -> None:
         """Connect to the controller, after torch has been imported."""
         world = self.world
+        if self.place is not place:  # lost with the gate
+            return
         if place.generations + 1 != world.number:
             self.end()  # all others have restarted without it
             return
@@ -108,13 +111,16 @@ class SpareGate:
     def begin(self, world: World) -> None:
         """Begin a generation with a new network, in which living spare nodes are connected again."""
         self._world = world
-        self.gone = {node: hello for node, hello in self.gone.items() if not self.owners[node].alive}
+        self.gone = {node: hello for node, hello in self.gone.items() if not self._has_owner(node)}
         self.waiting = [spare for spare in self.waiting if spare.alive]
         for spare in (*self.waiting, *self.owners.values()):
             spare.world, spare.agent = world, None
             if not spare.alive:
                 world.network.closed.add(spare.machine)
             self._connections[spare.machine] = world.network.wait_at(self, spare)
+
+    def _has_owner(self, node: int) -> bool:
+        return node in self.owners and self.owners[node].alive
 
     @property
     def agent(self) -> Agent:
@@ -126,7 +132,9 @@ class SpareGate:
         return self.machine not in self._world.network.closed and not self.agent.stopped
 
     def admit(self, spare: SpareNode) -> None:
-        """Let a spare node wait that has lost an earlier controller."""
+        """Let a spare node wait that has lost an earlier controller, and its place with it."""
+        for gate in self._world.gates.values():
+            gate.owners = {node: owner for node, owner in gate.owners.items() if owner is not spare}
         self._world.tell(f"-- machine {spare.machine} waits at machine {self.machine}")
         self.waiting.append(spare)
         self._connections[spare.machine] = self._world.network.wait_at(self, spare)

@@ -24,7 +24,7 @@ from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.rendezvous import waiting as rendezvous_waiting
-from adaptor.launchers.rendezvous.waiting import PlaceLostError, SilentStoreError, is_abandoned
+from adaptor.launchers.rendezvous.waiting import GateLostError, PlaceLostError, SilentStoreError, is_abandoned
 from adaptor.launchers.spares import places, spare_gate, spare_node
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.spare_gate import COMES_S, SpareGate, StartCounts, fill_for_restart
@@ -300,6 +300,35 @@ async def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: 
     for member in members:
         assert member is not None
         member.close()
+
+
+async def test_a_spare_loses_its_place_with_the_gate_before_it_has_come_to_the_controller(
+    settings: config.Config,
+) -> None:
+    """It is a spare again, at the gate of the node that takes over."""
+    context, kind = credentials.load(settings), credentials.kind_of(settings)
+    first, last = _gate(settings), SpareGate(kind, free_port(), context, MINE, lambda: None)
+    invitation, at_last = await first.open("127.0.0.1"), _at(await last.open("127.0.0.1"))
+    member = await stay_at_gate(invitation, "127.0.0.1", context, MemberHello(1, (1,), "a", 1, "", at_last))
+    spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
+    await _waits(first, 1)
+    await first.fill({2: (2,)}, StartCounts(), incident=1)
+    taken = await spare
+    assert isinstance(taken, Taken)
+    taken.require_gate()
+    assert first._listener is not None
+    await first._listener.close()  # as the kernel does at the death of the agent
+    with pytest.raises(GateLostError):
+        await asyncio.to_thread(taken.require_gate, waiting.LONG_S)
+    gates = (taken.gate, *taken.gates)
+    spare = asyncio.ensure_future(wait_at_gate(taken.gate, settings, MINE, taken.warm, gates))
+    last.begin_turn()
+    await _waits(last, 1)
+    await last.close()
+    assert await spare == SpareReleased()
+    taken.connection.close()
+    assert member is not None
+    member.close()
 
 
 async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: config.Config) -> None:

@@ -1,7 +1,11 @@
-"""Runs ttprun as a spare node; the first to take a place is killed before it connects to the controller."""
+"""Runs ttprun as a spare node; when the first one takes a place, it is killed, or node 0 is.
+
+The first argument says which. The spare node's agent has not connected to the controller yet.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +18,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from adaptor.launchers.cli import ttprun
 from adaptor.launchers.spares import spare_node
+from adaptor.protocol import naming
+
+SPARE, NODE_0 = "the-spare-node", "node-0"
 
 
 def _is_first() -> bool:
@@ -25,11 +32,19 @@ def _is_first() -> bool:
     return True
 
 
+def _pid_of_node_0() -> int:
+    """Return the process that has the lease of the save folder."""
+    lease = Path(sys.argv[sys.argv.index("--save") + 1]) / naming.LEASE
+    return int(json.loads(lease.read_text())["pid"])
+
+
 def main() -> int:
+    killed = sys.argv.pop(1)
+
     def dies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         taken = wrapped(*args, **kwargs)
         if taken is not None and _is_first():
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid() if killed == SPARE else _pid_of_node_0(), signal.SIGKILL)
         return taken
 
     wrapt.wrap_function_wrapper(spare_node, "wait", dies)
