@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from adaptor import context, output, plug_ins
-from tests.forked_workers import pytest_xdist_setupnodes
+from tests.forked_workers import pytest_collection_modifyitems, pytest_xdist_setupnodes
 from tests.timing import pytest_configure, pytest_runtest_makereport, pytest_runtest_setup
 
 if TYPE_CHECKING:
     from tests.faults.scenario import BaselineOf
 
 __all__ = [
+    "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_runtest_makereport",
     "pytest_runtest_setup",
