@@ -443,9 +443,15 @@ def _until_all_others_are_in(step: int) -> None:
 
 def _waiting_spare() -> int:
     """Return the pid of a spare, once one has imported everything."""
+    spares: list[int] = []
+
+    def waits() -> bool:
+        spares[:] = _waiting_spares()
+        return bool(spares)
+
     # A look reads /proc of every process.
-    waiting.until(lambda: bool(_waiting_spares()), "a spare waits", pause_s=0.05, within_s=_LONG_S)
-    return _waiting_spares()[0]
+    waiting.until(waits, "a spare waits", pause_s=0.05, within_s=_LONG_S)
+    return spares[0]
 
 
 def _waiting_spares() -> list[int]:

@@ -6,6 +6,7 @@ in the names of the job's semaphores. Resources of other jobs on this machine ar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -57,8 +58,17 @@ def _left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -
     leftover += [f"port {port}" for port in sorted(_listening() & set(ports))]
     leftover += [f"shared memory {name}" for name in sorted(_orphans(shared_memory() - shared_before))]
     leftover += [f"semaphore {path.name}" for path in SHARED.glob(f"sem.*{mark}*")]
-    leftover += [f"socket {path}" for path in scratch.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    leftover += [f"socket {path}" for path in _sockets(scratch)]
     return leftover
+
+
+def _sockets(scratch: Path) -> Iterator[Path]:
+    """Yield the sockets in a folder, whose processes may still remove files and folders of it."""
+    for folder, _, names in os.walk(scratch):  # it skips a folder that is removed meanwhile; rglob raises
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISSOCK(path.lstat().st_mode):
+                    yield path
 
 
 def _everyone() -> Iterator[Path]:

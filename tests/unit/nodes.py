@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process is dead, even if its parent has not read its status."""
-    return state_of(pid) in ("", "Z")
+    """Return whether a process is dead, even if its parent has not read its status, or is reading it (X)."""
+    return state_of(pid) in ("", "X", "Z")
 
 
 def is_awaited(rank: int) -> bool:
