@@ -14,14 +14,14 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
-from adaptor.protection_plan import ModelSize, Sharing, plan
+from adaptor.protection_plan import COPY, ModelSize, ParallelLayout, plan
 from adaptor.protocol.records import ProtectionPlan
 from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
@@ -30,8 +30,6 @@ from adaptor.worker.unprotected import UnprotectedTraining
 # Ranks of one copy of the model, and of one copy of its experts, are the products of these.
 _MODEL = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
 _EXPERTS = ("expert-tensor-parallel-size", "expert-model-parallel-size", "pipeline-model-parallel-size")
-# The bytes of a second copy for each parameter: main params and two moments; with `mirror` also gradients.
-_BYTES = {"split": 12, "mirror": 16}
 
 
 class Stop(BaseException):
@@ -40,29 +38,6 @@ class Stop(BaseException):
 
 class BadArguments(Stop):
     """The framework's parser does not take the arguments."""
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """The sizes that determine the replicas, from the framework's arguments.
-
-    Args:
-        data_parallel: ranks that share the optimizer state, context parallel included.
-        experts: ranks with the same experts, 0 without experts.
-        sharded: whether the optimizer is distributed.
-        instances: the optimizer instances in the framework's arguments.
-        expert: ranks with different experts, their own tensor parallel size included.
-        may_copy: whether ranks may have copies in host memory (TTP_HOST_COPY).
-    """
-
-    world_size: int
-    data_parallel: int
-    experts: int
-    sharded: bool
-    instances: int
-    tensor: int = 1
-    expert: int = 1
-    may_copy: bool = True
 
 
 @dataclass
@@ -98,18 +73,8 @@ class Findings:
         layout = self.layout
         if layout is None or not self.replica:
             return None
-        sharing = Sharing(
-            dense=layout.data_parallel,
-            experts=layout.experts,
-            sharded=layout.sharded,
-            instances=layout.instances,
-            tensor=layout.tensor,
-            expert=layout.expert,
-        )
-        ranks = layout.world_size
-        host_copy = context.get().settings.host_copy if layout.may_copy else 0
-        made = plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks, host_copy)
-        return made if layout.may_copy else replace(made, remedy="")
+        host_copy = context.get().settings.host_copy
+        return plan(layout, self.model, self.replica, ranks_per_node, racks, host_copy)
 
     def cost(self) -> float | None:
         """Return the bytes of replicas on each rank for each parameter of the model, None if unknown.
@@ -118,7 +83,7 @@ class Findings:
         """
         if self.layout is None:
             return None
-        return _BYTES.get(self.replica, 0) / self.layout.world_size
+        return COPY.get(self.replica, 0) / self.layout.world_size
 
     def words(self) -> str:
         """Return the protection of the job, in one line."""

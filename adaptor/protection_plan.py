@@ -16,7 +16,7 @@ from adaptor.replica import tolerance
 # Main params and two moments of a parameter, in an optimizer and in a checkpoint.
 _STATE = 12
 # Of a second copy: with `mirror` also the gradients.
-_COPY = {"split": _STATE, "mirror": 16}
+COPY = {"split": _STATE, "mirror": 16}
 # The copies in host memory that are kept of what a rank updates; of a mirror its owner makes them.
 _HOST_COPIES = 2
 # What a rank sends more in a step, for each parameter of a shard.
@@ -45,31 +45,34 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Ranks that share optimizer state: `dense` in the data-parallel group, `experts` of the same experts.
+class ParallelLayout:
+    """The sizes that determine the replicas, from the framework's arguments.
 
     Args:
-        dense, experts: the sizes of these groups; `experts` is 0 without experts.
+        data_parallel: ranks that share the optimizer state, context parallel included.
+        experts: ranks with the same experts, 0 without experts.
         sharded: whether the optimizer is distributed.
-        instances: of the optimizer, where `split` is the framework's own.
+        instances: the optimizer instances in the framework's arguments.
         tensor: neighbouring ranks with different parts of the dense model: the tensor parallel size.
         expert: neighbouring ranks with different experts, their own tensor parallel size included.
+        may_copy: whether ranks may have copies in host memory (TTP_HOSTCOPY).
     """
 
-    dense: int
+    world_size: int
+    data_parallel: int
     experts: int
     sharded: bool
     instances: int
     tensor: int = 1
     expert: int = 1
+    may_copy: bool = True
 
 
 def plan(
-    sharing: Sharing,
+    layout: ParallelLayout,
     model: ModelSize | None,
     chosen: str,
-    ranks: int,
-    ranks_per_node: int,
+    ranks_per_node: int | None = None,
     racks: Sequence[str] = (),
     host_copy: int | None = 0,
 ) -> ProtectionPlan:
@@ -78,16 +81,21 @@ def plan(
     Args:
         model: its sizes; None if unknown.
         chosen: the kind of replicas of the job.
-        ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
+        ranks_per_node: None: all ranks are on one node. Ranks have the framework's usual order: tensor,
+            context, data, pipeline.
         racks: the rack of each node; empty: not known.
         host_copy: after how many steps copies in host memory are made; 0: never; None: auto.
     """
+    ranks = layout.world_size
+    ranks_per_node = ranks_per_node or ranks
+    host_copy = host_copy if layout.may_copy else 0
     copied = tolerance.steps_between_copies(host_copy)
-    kinds = ("whole",) if not sharing.sharded and chosen != "none" else ("split", "mirror", "none")
-    sizes = {size for size in (sharing.dense, sharing.experts) if size}
-    fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": sharing.dense > 1}
+    node_of = {rank: rank // ranks_per_node for rank in range(ranks)}
+    kinds = ("whole",) if not layout.sharded and chosen != "none" else ("split", "mirror", "none")
+    sizes = {size for size in (layout.data_parallel, layout.experts) if size}
+    fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": layout.data_parallel > 1}
     rows = [
-        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks, copied)
+        _replicas(kind, layout, model, kind == chosen, node_of, racks, copied)
         for kind in kinds
         if kind == chosen or fits.get(kind, True)
     ]
@@ -96,49 +104,45 @@ def plan(
         ranks=ranks,
         nodes=-(-ranks // ranks_per_node),
         parameters=model.dense + model.experts if model is not None else None,
-        training=_training(sharing, model) if model is not None else None,
+        training=_training(layout, model) if model is not None else None,
         replicas=tuple(rows),
-        save=_save(sharing, model, ranks) if model is not None else None,
+        save=_save(layout, model) if model is not None else None,
         writer=_STATE * model.dense if model is not None else None,
-        remedy=tolerance.REMEDY if has_lone_shards and not copied else "",
+        remedy=tolerance.REMEDY if has_lone_shards and not copied and layout.may_copy else "",
         makes_copies=has_lone_shards if host_copy is None else copied > 0,
     )
 
 
-def _nodes(ranks: int, ranks_per_node: int) -> dict[int, int]:
-    return {rank: rank // ranks_per_node for rank in range(ranks)}
-
-
-def _shard(sharing: Sharing, model: ModelSize) -> float:
+def _shard(layout: ParallelLayout, model: ModelSize) -> float:
     """Return the parameters whose state a rank has without replicas."""
-    if not sharing.sharded:
+    if not layout.sharded:
         return model.dense + model.experts
-    return model.dense / sharing.dense + (model.experts / sharing.experts if sharing.experts else 0)
+    return model.dense / layout.data_parallel + (model.experts / layout.experts if layout.experts else 0)
 
 
-def _mirrored(sharing: Sharing, model: ModelSize) -> float:
+def _mirrored(layout: ParallelLayout, model: ModelSize) -> float:
     """Return the number of parameters of a shard with a second copy: all but experts on one rank alone."""
-    if not sharing.sharded:
+    if not layout.sharded:
         return 0.0
-    experts = model.experts / sharing.experts if sharing.experts > 1 else 0
-    return experts + (model.dense / sharing.dense if sharing.dense > 1 else 0)
+    experts = model.experts / layout.experts if layout.experts > 1 else 0
+    return experts + (model.dense / layout.data_parallel if layout.data_parallel > 1 else 0)
 
 
-def _training(sharing: Sharing, model: ModelSize) -> float:
+def _training(layout: ParallelLayout, model: ModelSize) -> float:
     weights = model.dense + model.experts
-    return weights * (model.weight + _GRADIENT) + _STATE * _shard(sharing, model)
+    return weights * (model.weight + _GRADIENT) + _STATE * _shard(layout, model)
 
 
-def _save(sharing: Sharing, model: ModelSize, ranks: int) -> float:
+def _save(layout: ParallelLayout, model: ModelSize) -> float:
     dense = model.total * model.tensor
-    ranks_with_other_experts = ranks / sharing.experts if sharing.experts else 0
+    ranks_with_other_experts = layout.world_size / layout.experts if layout.experts else 0
     experts = model.experts * ranks_with_other_experts
     return _STATE * (dense + experts) + model.weight * (dense * model.weight_copies + experts)
 
 
 def _replicas(
     kind: str,
-    sharing: Sharing,
+    layout: ParallelLayout,
     model: ModelSize | None,
     chosen: bool,
     node_of: dict[int, int],
@@ -147,11 +151,11 @@ def _replicas(
 ) -> Replicas:
     memory = local = host = sent = None
     if model is not None:
-        shard, mirrored = _shard(sharing, model), _mirrored(sharing, model)
-        memory, sent = _COPY.get(kind, 0) * mirrored, _SENT.get(kind, 0) * mirrored
-        local = _STATE * (shard + (mirrored if kind in _COPY else 0))
+        shard, mirrored = _shard(layout, model), _mirrored(layout, model)
+        memory, sent = COPY.get(kind, 0) * mirrored, _SENT.get(kind, 0) * mirrored
+        local = _STATE * (shard + (mirrored if kind in COPY else 0))
         host = _HOST_COPIES * _STATE * (shard + (mirrored if kind == "split" else 0))
-    shares = _shares(kind, sharing, node_of)
+    shares = _shares(kind, layout, node_of)
     survival = tolerance.survives(kind, shares, node_of, copied)
     survival = survival.removeprefix(f"{kind}; ").partition(":")[
         0
@@ -180,16 +184,16 @@ def _racks(
     return False, next((tuple(order) for order in (sorted_nodes, in_turn) if fits(order)), None)
 
 
-def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, list[Share]]:
+def _shares(kind: str, layout: ParallelLayout, node_of: dict[int, int]) -> dict[int, list[Share]]:
     """Return the shards of each rank."""
     from adaptor.replica.ring import stride  # torch, which is for the script to import
 
     shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
-    parts = (("group", sharing.dense, sharing.tensor), ("experts", sharing.experts, sharing.expert))
+    parts = (("group", layout.data_parallel, layout.tensor), ("experts", layout.experts, layout.expert))
     for name, size, inner in parts:
         for number, group in enumerate(_groups(len(node_of), size, inner) if size else ()):
             apart = stride([node_of[rank] for rank in group]) if kind == "mirror" and size > 1 else 0
-            _share(shares, f"{name} {number}", group, kind, sharing.instances, apart)
+            _share(shares, f"{name} {number}", group, kind, layout.instances, apart)
     return shares
 
 

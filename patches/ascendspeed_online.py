@@ -9,16 +9,14 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.frameworks.tested_versions import MODELLINK
+from adaptor.patches.megatron_online import norms_are_kept, overflows_are_kept
 
 newcomer = patching.Unit("ascendspeed-newcomer", framework="ascendspeed", tested=MODELLINK, group="online")
-
-_OPTIMIZER = "ascendspeed.optimizer.optimizer"
 
 
 @newcomer.patch(
     "ascendspeed.training:setup_model_and_optimizer",
     why="a new process among survivors loads no checkpoint, and knows the step before it builds its data",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -38,7 +36,6 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 @newcomer.patch(
     "ascendspeed.training:build_train_valid_test_data_iterators",
     why="what ranks tell each other of their data, a new process among survivors is told by one of them",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -53,7 +50,6 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
 @newcomer.patch(
     "ascendspeed.error_utils:check_equal",
     why="ranks count how many have come to the indices of the data; a new process comes alone",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -67,7 +63,6 @@ def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 @newcomer.patch(
     "ascendspeed.core.pipeline_parallel.schedules:get_forward_backward_func",
     why="what a rank that dies after its update has added to the losses is in the log line of the step",
-    accepts="(...)",
     optional=True,
 )
 def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -87,33 +82,21 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return run
 
 
-@newcomer.patch(
-    f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
-    why="the norm is in the log line of the step; an exception after the update would lose it",
-    accepts="(...)",
-    optional=True,
-)
-def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import training_loop
-
-    return training_loop.logged(
-        wrapped(*args, **kwargs), lambda log, norm: log.add_norm(norm=float(norm or 0.0))
-    )
-
-
-@newcomer.patch(
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
-    why="with the distributed optimizer the same",
-    accepts="(...)",
-    optional=True,
-)
-@newcomer.patch(
-    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
-    why="a step that is left out for an overflow is one in the log, too",
-    accepts="(...)",
-    optional=True,
-)
-def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import training_loop
-
-    return training_loop.logged(wrapped(*args, **kwargs), lambda log, overflows: log.add_overflow(overflows))
+for _target, _why, _wrapper in (
+    (
+        "MegatronOptimizer.clip_grad_norm",
+        "the norm is in the log line of the step; an exception after the update would lose it",
+        norms_are_kept,
+    ),
+    (
+        "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+        "with the distributed optimizer the same",
+        overflows_are_kept,
+    ),
+    (
+        "Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
+        "a step that is left out for an overflow is one in the log, too",
+        overflows_are_kept,
+    ),
+):
+    newcomer.patch(f"ascendspeed.optimizer.optimizer:{_target}", why=_why, optional=True)(_wrapper)

@@ -84,7 +84,6 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 @training.patch(
     "ascendspeed.training:training_log",
     why="ranks that write logs may hang while the others wait for them in the next step",
-    accepts="(...)",
     optional=True,
 )
 def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -92,7 +92,6 @@ def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args:
 @checkpointing.patch(
     "megatron.training.async_utils:maybe_finalize_async_save",
     why="an asynchronous save that has failed is no fault of the step in which that is found",
-    accepts="(...)",
     optional=True,
 )
 def asynchronous_saves_may_fail(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -158,7 +157,6 @@ dist_checkpointing = patching.Unit("dist-checkpointing", framework="megatron-cor
 @dist_checkpointing.patch(
     f"{_WRITER}.write_preloaded_data",
     why="the tensors of a regular save get checksums where they are written, before the save goes on",
-    accepts="(...)",
     optional=True,  # up to 0.6; without it, tensors of torch_dist have no checksums
 )
 def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -213,6 +211,5 @@ for _target, _what in {
     dist_checkpointing.patch(
         _target,
         why=f"{_what} is noted on this rank: all ranks learn it at the next barrier of the save",
-        accepts="(...)",
         optional=True,
     )(errors_of_storage_are_noted)

@@ -218,7 +218,6 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 @optimizer.patch(
     "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
     why="up to 0.17 Muon's optimizers are not made by get_megatron_optimizer",
-    accepts="(...)",
     optional=True,
 )
 def updates_of_muon_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -280,7 +279,6 @@ replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON_SPEC
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     why="a wrong gradient is found before the update, by another rank that computes it again",
-    accepts="(...)",
     optional=True,
 )
 def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -290,7 +288,6 @@ def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: A
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:backward_step",
     why="after the first backward pass the buffers have the gradients of one micro-batch; the pass is timed",
-    accepts="(...)",
     optional=True,
 )
 def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,6 @@ flagscale = patching.Unit("flagscale-newcomer", framework="flagscale", tested=">
 @newcomer.patch(
     "megatron.training.training:setup_model_and_optimizer",
     why="a new process among survivors loads no checkpoint, and knows the step before it builds its data",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -39,7 +38,6 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 @newcomer.patch(
     "megatron.core.optimizer:_get_param_groups",
     why="a rank with empty param groups has learned of them from others, which a new process cannot ask",
-    accepts="(...)",
     optional=True,
 )
 def aligned_groups_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -55,7 +53,6 @@ def aligned_groups_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any
 @newcomer.patch(
     "megatron.training.training:build_train_valid_test_data_iterators",
     why="survivors do not enter the collectives about data again: one of them tells the new process",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -73,7 +70,6 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
 @newcomer.patch(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     why="the log line of a step also needs the losses of a rank that dies after its update",
-    accepts="(...)",
     optional=True,
 )
 def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -54,7 +54,6 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 @training.patch(
     "megatron.training.training:pretrain",
     why="after it the last evaluation and the last save are done, and no death costs a step",
-    accepts="(...)",
     optional=True,
 )
 def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -93,7 +92,6 @@ def failed_saves_are_tried_again(wrapped: Any, instance: Any, args: Any, kwargs:
 @training.patch(
     "megatron.training.training:evaluate_and_print_results",
     why="an evaluation takes longer than a step, and a rank that hangs in it has a limit of its own",
-    accepts="(...)",
     optional=True,
 )
 def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -104,7 +102,6 @@ def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 @training.patch(
     "megatron.training.training:training_log",
     why="ranks that write logs may hang while the others wait for them; incidents are marked in the logs",
-    accepts="(...)",
     optional=True,
 )
 def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

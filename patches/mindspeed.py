@@ -69,7 +69,6 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
 @llm.patch(
     "mindspeed_llm.training.training:pretrain",
     why="after it the last evaluation and the last save are done, and no death costs a step",
-    accepts="(...)",
     optional=True,
     unless_imported=True,
 )
@@ -80,7 +79,6 @@ def its_training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any
 @llm.patch(
     "mindspeed_llm.training.training:training_log",
     why="ranks that write logs may hang while the others wait for them; incidents are marked in the logs",
-    accepts="(...)",
     optional=True,
     unless_imported=True,  # since 2.3 it has one of its own; before, it is that of Megatron-LM
 )

@@ -16,14 +16,12 @@ online = patching.Unit("mindspeed-llm-online", framework="mindspeed_llm", tested
 @online.patch(
     "mindspeed_llm.training.training:num_floating_point_operations",
     why="the loop counts operations from 0 when it is called again after an incident, and saves the count",
-    accepts="(...)",
     optional=True,
     unless_imported=True,  # since 2.3 it has one of its own
 )
 @online.patch(
     "megatron.training.training:num_floating_point_operations",
     why="before MindSpeed-LLM 2.3 the loop counts operations with Megatron's function",
-    accepts="(...)",
     optional=True,
 )
 def operations_are_not_forgotten(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -38,7 +36,6 @@ def operations_are_not_forgotten(wrapped: Any, instance: Any, args: Any, kwargs:
 @online.patch(
     "mindspeed_llm.tasks.utils.error_utils:check_equal",
     why="fine-tuning counts the ranks that have come to the indices of the data; a new process comes alone",
-    accepts="(...)",
     optional=True,
 )
 def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,6 @@ def megatrons_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs
 @ascendspeed.patch(
     "ascendspeed.global_vars:set_global_variables",
     why="the arguments are final here, and nothing has been built",
-    accepts="(...)",
     optional=True,
 )
 def modellinks_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

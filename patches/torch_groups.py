@@ -26,7 +26,6 @@ process_groups = patching.Unit("process-groups", framework="torch", tested=_TEST
 @process_groups.patch(
     "torch.distributed.distributed_c10d:_new_process_group_helper",
     why="after a fault each process group gets a fresh backend, made with the same arguments",
-    accepts="(...)",  # by their names: `global_ranks_in_group`, `store`, `group_name`
     optional=True,
     replaced_by="torch_npu.distributed.distributed_c10d",  # which has a copy of it for HCCL
 )
@@ -64,7 +63,6 @@ user_buffers = patching.Unit("user-buffers", framework="transformer_engine", tes
 @user_buffers.patch(
     "transformer_engine.pytorch.module.base:initialize_ub",
     why="after a fault all ranks make these buffers again, as the framework has asked for them",
-    accepts="(...)",
     optional=True,
 )
 def user_buffers_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

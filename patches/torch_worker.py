@@ -158,7 +158,6 @@ data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker
 @data.patch(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
     why="what a job spends on waiting for data stands in its goodput",
-    accepts="(...)",
     optional=True,  # without it that time counts as that of steps
 )
 def waiting_for_data_is_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -61,23 +61,6 @@ class ArchiveEntry(Generic[T]):
     begin: int
     size: int
     content: torch.Tensor | T
-
-
-class FileLayout(Protocol[T]):
-    """The layout of a file: the place of each content, and the bytes that are written last.
-
-    Attributes:
-        entries: entries with data to be written, in the order of the file
-        size: of the file
-        reader: is called with the content of the complete file, front to back; None: no reader
-    """
-
-    entries: list[ArchiveEntry[T]]
-    size: int
-    reader: Callable[[bytes], object] | None
-
-    def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes around the data, each with its place, from the CRC-32 of each entry in order."""
 
 
 class ArchiveLayout(Generic[T]):
@@ -127,7 +110,7 @@ class ArchiveLayout(Generic[T]):
         return entry
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """See `FileLayout`."""
+        """Yield the bytes around the data, each with its place, from the CRC-32 of each entry in order."""
         crc_iterator = iter(crcs)
         all_crcs = [
             crc32(content, 0) if content is not None else next(crc_iterator) for _, content in self._all
@@ -304,7 +287,7 @@ class SequenceLayout(Generic[T]):
         return begin, archive.size
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """See `FileLayout`."""
+        """See `ArchiveLayout.around`."""
         at, data = 0, b""
         for begin, piece in self._around(crcs):
             if begin != at + len(data):  # adjacent pieces are joined
@@ -320,6 +303,10 @@ class SequenceLayout(Generic[T]):
             yield gap, bytes(count)
             for at, data in archive.around(crcs[first : first + len(archive.entries)]):
                 yield begin + at, data
+
+
+# The layout of a file: the place of each content, and the bytes that are written last.
+FileLayout = ArchiveLayout[T] | SequenceLayout[T]
 
 
 def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:

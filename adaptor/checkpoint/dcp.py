@@ -23,7 +23,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import xxhash
 
 from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.checkpoint.hashing import HashingFile
@@ -126,28 +125,41 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
     return tuple(
         replace(entry, path=str(parent / entry.path))
         for parent, inside in by_parent.items()
-        for entry in _join_integrity(folder / parent, _join_metadata(folder / parent, tuple(inside)))
+        for entry in _joined(
+            folder / parent,
+            _joined(folder / parent, tuple(inside), _PART, METADATA, _join_metadata),
+            _INTEGRITY_PART,
+            INTEGRITY,
+            _join_integrity,
+        )
     )
 
 
-def _join_metadata(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-    parts = [entry for entry in entries if entry.path.startswith(_PART)]
+def _joined(
+    folder: Path,
+    entries: tuple[FileEntry, ...],
+    prefix: str,
+    name: str,
+    join_parts: Callable[[Path, Sequence[FileEntry]], None],
+) -> tuple[FileEntry, ...]:
+    """Return `entries` with the file `name` in place of its parts, the names of which begin with `prefix`."""
+    parts = [entry for entry in entries if entry.path.startswith(prefix)]
     if not parts:
         return entries
-    joined = folder / METADATA
+    joined = folder / name
     if not joined.exists():  # the file gets its name when complete
-        _require_as_reported(folder, parts)
-        # Files that the ranks of this job have written a moment ago, by checksum.
-        parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
-        _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
-    joined_metadata = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
-    return (*(entry for entry in entries if entry not in parts), joined_metadata)
+        problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
+        if problems:
+            raise CheckpointError(f"{problems[0]}: it was reported as written")
+        join_parts(folder, parts)
+    entry = FileEntry(name, joined.stat().st_size, hashing.hash_file(joined))
+    return (*(other for other in entries if other not in parts), entry)
 
 
-def _require_as_reported(folder: Path, parts: Sequence[FileEntry]) -> None:
-    problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
-    if problems:
-        raise CheckpointError(f"{problems[0]}: it was reported as written")
+def _join_metadata(folder: Path, parts: Sequence[FileEntry]) -> None:
+    # Files that the ranks of this job have written a moment ago, by checksum.
+    ordered = sorted(parts, key=lambda part: int(part.path.removeprefix(_PART)))
+    _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in ordered])
 
 
 def _finish(folder: Path, parts: Sequence[_Known]) -> None:
@@ -209,21 +221,11 @@ def with_integrity_part(
     return parts
 
 
-def _join_integrity(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-    parts = [entry for entry in entries if entry.path.startswith(_INTEGRITY_PART)]
-    if not parts:
-        return entries
-    joined = folder / INTEGRITY
-    if not joined.exists():  # the file gets its name when complete
-        _require_as_reported(folder, parts)
-        digests: dict[str, str] = {}
-        for part in parts:
-            digests |= decode_integrity((folder / part.draft).read_bytes(), folder / part.draft).files
-        digests[METADATA] = _sha256(folder / METADATA)
-        disk.replace(folder, INTEGRITY, Integrity(_ALGORITHM, dict(sorted(digests.items()))).encode())
-    content = joined.read_bytes()
-    entry = FileEntry(INTEGRITY, len(content), xxhash.xxh3_128_hexdigest(content))
-    return (*(file_entry for file_entry in entries if file_entry not in parts), entry)
+def _join_integrity(folder: Path, parts: Sequence[FileEntry]) -> None:
+    digests: dict[str, str] = {}
+    for part in parts:
+        digests |= decode_integrity((folder / part.draft).read_bytes(), folder / part.draft).files
+    disk.replace(folder, INTEGRITY, integrity_content(folder, digests, [METADATA]))
 
 
 def integrity_content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import io
 import os
 import pwd
 import secrets
@@ -21,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from adaptor.errors import CheckpointError
 
@@ -43,12 +44,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-class _Readable(Protocol):
-    """A file that is open to be read, packed or not."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 # Errors about the file itself: it is missing, or is no regular file. Any other error is about the machine or
@@ -168,7 +163,7 @@ def read(path: Path, limit: int) -> bytes:
     return content
 
 
-def read_at_most(file: _Readable, count: int) -> bytes:
+def read_at_most(file: io.BufferedIOBase, count: int) -> bytes:
     """Return the next `count` bytes of a file, fewer if it ends, without memory for more than it has."""
     pieces = []
     while count and (piece := file.read(min(count, _PIECE))):

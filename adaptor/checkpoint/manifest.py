@@ -318,10 +318,11 @@ def own_files(folder: Path, theirs: Sequence[FileEntry], generation: str) -> tup
     if {file.path for file in own_manifest.files} == known_files.keys():
         return ()
     common = [(file, known_files[file.path]) for file in own_manifest.files if file.path in known_files]
-    return own_manifest.files if all(_may_be_same(*pair) for pair in common) else ()
+    return own_manifest.files if all(may_be_same(*pair) for pair in common) else ()
 
 
-def _may_be_same(first: FileEntry, second: FileEntry) -> bool:
+def may_be_same(first: FileEntry, second: FileEntry) -> bool:
+    """Return True if two entries may have the same content; two checksums are compared."""
     return first.bytes == second.bytes and len({first.xxh3_128, second.xxh3_128} - {None}) < 2
 
 

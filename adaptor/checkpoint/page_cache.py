@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from adaptor import host_memory
 from adaptor.checkpoint import disk, manifest
 
 # Two requests are at the disk, and two blocks wait or are being made.
@@ -163,7 +164,6 @@ def _write(direct: int, through_cache: int, data: memoryview, at: int) -> None:
             direct = through_cache
 
 
-_MEMORY = Path("/proc/meminfo")
 # The system takes few requests at a time, and leaves out the rest.
 _PIECE = 1 << 20
 
@@ -173,7 +173,7 @@ def begin_read_ahead(folder: Path) -> None:
 
     def work() -> None:
         with contextlib.suppress(Exception):  # it only saves time
-            read_ahead(folder, _available() // 2)
+            read_ahead(folder, host_memory.available() // 2)
 
     with contextlib.suppress(RuntimeError):  # no thread can be had
         threading.Thread(target=work, name="ttp-read-ahead", daemon=True).start()
@@ -200,12 +200,3 @@ def read_ahead(folder: Path, limit_bytes: int) -> int:
             os.close(descriptor)
         requested_bytes += file.bytes
     return requested_bytes
-
-
-def _available() -> int:
-    """Return the bytes of memory that the kernel can give without taking any from processes."""
-    for line in _MEMORY.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return 0

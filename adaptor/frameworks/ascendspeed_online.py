@@ -30,6 +30,7 @@ from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
 from adaptor.online.groups import Groups
+from adaptor.protection_plan import ParallelLayout
 from adaptor.replica.choice import ReplicaChoice
 
 NAMES = (
@@ -220,8 +221,8 @@ def checks(parsed: Any) -> Iterator[Callable[[], None]]:
 def examine(parsed: Any) -> None:
     """Record for the report the refusals, and the protection."""
 
-    def layout() -> preflight.ParallelLayout:
-        return preflight.ParallelLayout(
+    def layout() -> ParallelLayout:
+        return ParallelLayout(
             world_size=parsed.world_size,
             data_parallel=ascendspeed.data_parallel_size(parsed),
             experts=0,

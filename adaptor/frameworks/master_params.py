@@ -16,6 +16,7 @@ import torch
 
 from adaptor.errors import UnsupportedError
 from adaptor.replica import twin
+from adaptor.replica.optimizer_state import Storage
 
 _MAIN = "master_param"
 # What a twin, whose params are main params, lacks.
@@ -43,7 +44,7 @@ def attach(optimizer: Any) -> None:
     setattr(inner, twin.STORAGE, MasterParams(inner))
 
 
-class MasterParams:
+class MasterParams(Storage):
     """The main params and moments of Transformer Engine's Adam (`optimizer_state.Storage`)."""
 
     def __init__(self, inner: Any) -> None:
@@ -111,9 +112,6 @@ class MasterParams:
             for key, value in tensors.items()
             if isinstance(value, torch.Tensor)
         }
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        return device
 
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]

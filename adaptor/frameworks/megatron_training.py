@@ -28,6 +28,7 @@ from adaptor.frameworks import (
 )
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patching import is_gone
+from adaptor.protection_plan import ParallelLayout
 from adaptor.protocol.messages import ScriptStage
 from adaptor.replica.choice import LONE_MATRICES, ReplicaChoice
 from adaptor.worker import runtime
@@ -123,13 +124,13 @@ def examine(parsed: Any) -> None:
     """Record for the report the refusals, and the protection."""
     from adaptor.frameworks import megatron_online_support
 
-    def layout() -> preflight.ParallelLayout:
+    def layout() -> ParallelLayout:
         has_experts = getattr(parsed, "num_experts", None) is not None
         experts = supported_options.expert_data_parallel_size(parsed)
         # A matrix on one rank alone is for the plan what an expert on one rank alone is.
         is_layer_wise = supported_options.is_layer_wise(parsed)
         stages = parsed.pipeline_model_parallel_size
-        return preflight.ParallelLayout(
+        return ParallelLayout(
             world_size=parsed.world_size,
             data_parallel=supported_options.data_parallel_size(parsed),
             experts=1 if is_layer_wise else experts if has_experts else 0,

@@ -14,8 +14,9 @@ from ascendspeed import get_args
 from ascendspeed.core import parallel_state
 from ascendspeed.optimizer.distrib_optimizer import DistributedOptimizer
 
+from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.shards import Exchange, acknowledge, gather, send_shards
-from adaptor.checkpoint.trainee import LocalCopy, apart, mirror_of
+from adaptor.checkpoint.trainee import apart, mirror_of
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import ascendspeed, supported_options
 from adaptor.frameworks import ascendspeed_shards as shards

@@ -30,8 +30,8 @@ from adaptor.checkpoint.trainee import ProtectedState
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks.megatron_online import MegatronLoop
-from adaptor.frameworks.offloaded_memory import StateOnHost
 from adaptor.replica import twin
+from adaptor.replica.optimizer_state import Storage
 
 # What MindSpeed adds to a main param before the lower half is cut off: it rounds to the nearest weight.
 _HALF = 32768
@@ -88,7 +88,7 @@ def _halve_moments(optimizer: torch.optim.Optimizer) -> None:
             state[key] = state[key].to(torch.bfloat16)
 
 
-class ReusedMemory:
+class ReusedMemory(Storage):
     """The halves of the main params of a distributed optimizer with `--reuse-fp32-param`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -190,27 +190,20 @@ class ReusedMemory:
             saved["shard_main_param_res"] = residuals
         return saved
 
-    def saved_dtype(self, key: str) -> torch.dtype:
-        return torch.float32
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        return device
-
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         return twin.make(self._optimizer.optimizer, params, groups)
 
 
-class SwappedMemory(StateOnHost):
+class SwappedMemory(Storage):
     """The main params and the moments of a distributed optimizer with `--swap-optimizer`."""
+
+    is_on_host = True
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._on_host: Mapping[torch.Tensor, dict[str, Any]] = getattr(optimizer, _SWAP)
-
-    def before_update(self) -> None:
-        """Do nothing: the update itself brings the state to the device."""
 
     def after_update(self) -> None:
         """Let later work on the device, the end of the update included, wait for the state of the host."""

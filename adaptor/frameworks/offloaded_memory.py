@@ -15,6 +15,7 @@ import torch
 
 from adaptor.errors import UnsupportedError
 from adaptor.replica import twin
+from adaptor.replica.optimizer_state import Storage
 
 KIND = "HybridDeviceOptimizer"
 # The key of the main param in the state of a weight.
@@ -35,28 +36,14 @@ def attach(optimizer: Any) -> Any:
     return memory
 
 
-class StateOnHost:
-    """The common part of storages on the host (`optimizer_state.Storage`)."""
-
-    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return main.to(dtype)
-
-    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        return world
-
-    def saved_dtype(self, key: str) -> torch.dtype:
-        return torch.float32
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        return torch.device("cpu")
-
-
-class OffloadedMemory(StateOnHost):
+class OffloadedMemory(Storage):
     """The main params and moments of a distributed optimizer whose updates the host makes.
 
     Raises:
         UnsupportedError: a second optimizer updates a part of the params on the device.
     """
+
+    is_on_host = True
 
     def __init__(self, optimizer: Any) -> None:
         self._hybrid = optimizer.optimizer
@@ -69,9 +56,6 @@ class OffloadedMemory(StateOnHost):
         # Param groups of checkpoints name these classes, and torch since 2.6 loads only registered classes.
         classes = [self._hybrid.cpu_optimizer_cls, self._hybrid.gpu_optimizer_cls]
         torch.serialization.add_safe_globals(classes)
-
-    def before_update(self) -> None:
-        """Do nothing: the update itself brings gradients to the host."""
 
     def after_update(self) -> None:
         """Let later work on the device wait for the copies of main params into weights."""

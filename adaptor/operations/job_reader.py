@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +39,7 @@ REFRESH_S = 5.0
 MOST_BYTES = 1 << 30
 _ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
 T = TypeVar("T", Status, IncidentRecord, IncidentSummary)
+R = TypeVar("R")
 
 
 class JobReader:
@@ -314,30 +316,38 @@ def incidents(job: Path) -> list[IncidentRecord]:
     return sorted(read_incidents, key=lambda incident: (incident.began, incident.incident))
 
 
+class UnchangedFiles(Generic[R]):
+    """The results of `make` for files; the result for a file is made again only after a change."""
+
+    def __init__(self, make: Callable[[Path], R]) -> None:
+        self._make = make
+        self._results: dict[Path, tuple[tuple[int, int], R]] = {}
+
+    def of(self, paths: Iterable[Path]) -> list[R]:
+        """Return the results for the files that exist, in their order. Raises JobFolderError."""
+        results: dict[Path, tuple[tuple[int, int], R]] = {}
+        for path in paths:
+            mark = _mark_of(path)
+            if mark is not None:
+                known = self._results.get(path)
+                results[path] = known if known and known[0] == mark else (mark, self._make(path))
+        self._results = results
+        return [result for _, result in results.values()]
+
+
 class Summaries:
-    """The summaries of a job's incidents; a file is read again only after a change."""
+    """The summaries of a job's incidents."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
+        self._files = UnchangedFiles(partial(read, kind=IncidentSummary))
 
     def of(self, job: Path) -> list[IncidentSummary]:
         """Return the summaries of the incidents of a job, in order. Raises JobFolderError."""
-        entries_by_path: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
-        for path in (job / INCIDENTS).glob("*.json"):
-            mark = mark_of(path)
-            if mark is not None:
-                known_entry = self._read.get(path)
-                entries_by_path[path] = (
-                    known_entry
-                    if known_entry and known_entry[0] == mark
-                    else (mark, read(path, IncidentSummary))
-                )
-        self._read = entries_by_path
-        summaries = [summary for _, summary in entries_by_path.values()]
+        summaries = self._files.of((job / INCIDENTS).glob("*.json"))
         return sorted(summaries, key=lambda summary: (summary.began, summary.incident))
 
 
-def mark_of(path: Path) -> tuple[int, int] | None:
+def _mark_of(path: Path) -> tuple[int, int] | None:
     """Return a value that differs after a change of the file; None without a file. Raises JobFolderError."""
     try:
         stat = path.stat()

@@ -131,7 +131,7 @@ class Pages:
 
     def __init__(self) -> None:
         self._environment = environment()
-        self._sections: dict[str, tuple[tuple[int, int], Section]] = {}
+        self._sections = job_reader.UnchangedFiles(self._section)
         self._lock = threading.Lock()
 
     def page(self, reader: JobReader, checkpoint: CheckpointSummary | None, *, refresh_s: int = 0) -> str:
@@ -174,20 +174,10 @@ class Pages:
 
     def _newest_sections(self, job: Path) -> list[Section]:
         """Return the sections of the newest incidents, the newest first."""
-        entries_by_path: dict[str, tuple[tuple[int, int], Section]] = {}
         # By their names, which begin with the time; incidents of the same second have no order.
-        for path in sorted((job / records.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
-            mark = job_reader.mark_of(path)
-            if mark is not None:
-                known_entry = self._sections.get(str(path))
-                entries_by_path[str(path)] = (
-                    known_entry if known_entry and known_entry[0] == mark else (mark, self._section(path))
-                )
-        self._sections = entries_by_path
-        newest_sections = sorted(
-            (entry for _, entry in entries_by_path.values()), key=lambda entry: entry.order, reverse=True
-        )
-        return newest_sections[:MOST_INCIDENTS]
+        paths = sorted((job / records.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]
+        sections = sorted(self._sections.of(paths), key=lambda section: section.order, reverse=True)
+        return sections[:MOST_INCIDENTS]
 
     def _section(self, path: Path) -> Section:
         incident = job_reader.read(path, IncidentRecord)

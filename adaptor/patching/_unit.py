@@ -266,7 +266,7 @@ class Unit:
         target: str,
         *,
         why: str,
-        accepts: str | tuple[str, ...],
+        accepts: str | tuple[str, ...] = "(...)",
         optional: bool | str = False,
         unless_imported: bool = False,
         claims: bool = False,
@@ -278,7 +278,7 @@ class Unit:
         Args:
             why: for the report.
             accepts: one signature or several, for a framework that changed the signature; the language:
-                `_target`.
+                `_target`; by default any signature.
             optional: whether a version of the framework may lack the name; if present, the signature decides
                 as ever. A module name: only a version without the module may lack the name.
             unless_imported: whether nothing is wrapped in a version whose module imports the function from
@@ -292,20 +292,8 @@ class Unit:
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
-            self.patches.append(
-                Patch(
-                    self,
-                    target,
-                    why,
-                    alternatives,
-                    optional,
-                    unless_imported,
-                    effect,
-                    None,
-                    claims,
-                    replaced_by,
-                )
-            )
+            how = (optional, unless_imported, effect, None, claims, replaced_by)
+            self.patches.append(Patch(self, target, why, alternatives, *how))
             return effect
 
         return declare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -70,40 +70,53 @@ def _require_muon_alone(optimizer: torch.optim.Optimizer, kind: str) -> None:
         )
 
 
-class Storage(Protocol):
+class Storage:
     """The place where a framework keeps params and state of an optimizer between two updates.
 
     The tensors of the optimizer itself have these values inside the update window alone.
     """
 
+    is_on_host = False  # also the tensors of a twin
+
+    def before_update(self) -> None:
+        """Prepare the update, inside the update window."""
+
+    def after_update(self) -> None:
+        """Finish the update, inside the update window."""
+
     def param(self, param: torch.Tensor) -> torch.Tensor:
         """Return the values of a param."""
+        raise NotImplementedError
 
     def state(self, param: torch.Tensor) -> Mapping[str, Any]:
         """Return the values of the entries of the param's state, by key."""
+        raise NotImplementedError
 
     def store(self, values: torch.optim.Optimizer) -> None:
         """Take the params and the state of `values`, an optimizer with the same layout."""
+        raise NotImplementedError
 
     def make_weights(self) -> None:
         """Give this rank's part of the model the values of the params, as an update does."""
+        raise NotImplementedError
 
     def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return main params as weights, as an update makes the weights."""
+        return main.to(dtype)
 
     def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
         """Return the gathered state of all shards as the framework gathers it for a save."""
+        return world
 
     def saved_dtype(self, key: str) -> torch.dtype:
         """Return the type of a param ("param") or an entry of its state in saves of shards."""
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        """Return the device for a twin's tensors; `device`: of the optimizer's tensors in its update."""
+        return torch.float32
 
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         """Make a twin of the optimizer, whose tensors always have their values; see `twin.make`."""
+        raise NotImplementedError
 
 
 def storage_of(optimizer: Any) -> Storage | None:

@@ -27,7 +27,6 @@ from adaptor.checkpoint import manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.naming import FileEntry
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
 from adaptor.store.multipart import bare
 
@@ -209,12 +208,6 @@ def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterato
                 problems.append(str(error))
                 continue
             yield checkpoint
-
-
-def is_same(first: FileEntry, second: FileEntry) -> bool:
-    """Return whether two entries may have the same content; two checksums are compared."""
-    hashes = {first.xxh3_128, second.xxh3_128} - {None}
-    return first.path == second.path and first.bytes == second.bytes and len(hashes) < 2
 
 
 class UploadedPart(msgspec.Struct, frozen=True):

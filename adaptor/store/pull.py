@@ -184,7 +184,7 @@ def _has(root: Path, checkpoint: Checkpoint) -> bool:
         for file in manifest.read(root / naming.final_name(checkpoint.saved_manifest.step)).files
     }
     return all(
-        file.path in local_files and catalog.is_same(file, local_files[file.path])
+        file.path in local_files and manifest.may_be_same(file, local_files[file.path])
         for file in checkpoint.saved_manifest.files
     )
 

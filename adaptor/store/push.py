@@ -125,7 +125,7 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
         if prefix == catalog.place(saved_manifest) or (
             len(files) == len(saved_manifest.files)
             and all(
-                file.path in files and catalog.is_same(file, files[file.path])
+                file.path in files and manifest.may_be_same(file, files[file.path])
                 for file in saved_manifest.files
             )
         ):

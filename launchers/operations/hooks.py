@@ -7,6 +7,7 @@ thread, after the verdict: a target that hangs or fails costs only its notices, 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import hmac
 import http.client
@@ -16,7 +17,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +29,7 @@ from typing import IO
 
 import msgspec
 
-from adaptor import output, text
+from adaptor import output, text, threads
 from adaptor.config import Config
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.hooks import AgentHooks
@@ -171,29 +171,22 @@ class Notifier:
     def _send(self, target: NoticeTarget, make: Callable[[], Notice]) -> None:
         if self._closed:
             return
-        problems: list[str] = [f"no answer within {LIMIT_S:g} s"]
+        # In a thread of its own, not of the reserve: it may hang.
         notice = make()
-        sends = threading.Thread(target=_try, args=(target, notice, self._secret, problems), daemon=True)
+        sending = threads.start(partial(deliver, target, notice, self._secret), "ttp-notify-send")
         try:
-            sends.start()
-        except RuntimeError as error:  # no more threads for this process
-            problems = [str(error)]
-        else:
-            sends.join(LIMIT_S)
-        if problems and not self._closed:
-            output.tell(
-                f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {problems[0]}"
-            )
-
-
-def _try(target: NoticeTarget, notice: Notice, secret: str, problems: list[str]) -> None:
-    """Deliver a notice; leave the reason of a failure in `problems`, nothing after success."""
-    try:
-        deliver(target, notice, secret)
-    except Exception as error:
-        problems[:] = [text.describe(error) if not isinstance(error, NotDeliveredError) else str(error)]
-    else:
-        problems.clear()
+            if sending is not None:
+                sending.result(LIMIT_S)
+                return
+            problem = "no thread can be had"
+        except concurrent.futures.TimeoutError:
+            problem = f"no answer within {LIMIT_S:g} s"
+        except NotDeliveredError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = text.describe(error)
+        if not self._closed:
+            output.tell(f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {problem}")
 
 
 class NotDeliveredError(Exception):

@@ -214,7 +214,7 @@ class _Apart:
     """
 
     def __init__(self, trainee: Any) -> None:
-        from adaptor.checkpoint.trainee import _Kept
+        from adaptor.checkpoint.local_copy import _Kept
 
         self._live = _held(trainee)
         self._copies = [_Kept(shard.optimizer) for shard in self._live]

@@ -359,7 +359,7 @@ def _watch_copies(injector: Injector) -> None:
         injector.reach("copy")
         return wrapped(targets[half:], sources[half:])
 
-    _wrap("adaptor.checkpoint.trainee", "LocalCopy.take", is_inside)
+    _wrap("adaptor.checkpoint.local_copy", "LocalCopy.take", is_inside)
     wrapt.wrap_function_wrapper(torch, "_foreach_copy_", strikes_half_way)
 
 

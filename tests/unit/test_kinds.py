@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint.trainee import LocalCopy, replicas_of
+from adaptor.checkpoint.local_copy import LocalCopy
+from adaptor.checkpoint.trainee import replicas_of
 from adaptor.errors import UnsupportedError
 from adaptor.replica import optimizer_state, twin
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from adaptor.checkpoint import state_writer
+from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import LocalCopy
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.cpu.apex import FusedAdam
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.protection_plan import ModelSize, ProtectionPlan, Replicas, Sharing, plan
+from adaptor.protection_plan import ModelSize, ParallelLayout, ProtectionPlan, Replicas, plan
 
 COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
 MEMORY = COSTS.partition("## Memory")[2].partition("\n## ")[0]
@@ -35,8 +35,8 @@ def test_the_figures_match_the_cost_page(
     column: int, billions: int, d: int, tensor: int, pipeline: int
 ) -> None:
     shards = tensor * pipeline
-    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1)
-    planned = plan(sharing, model(billions * 1e9 / shards, tensor, pipeline), "split", d * shards, 8)
+    layout = ParallelLayout(d * shards, d, experts=0, sharded=True, instances=1)
+    planned = plan(layout, model(billions * 1e9 / shards, tensor, pipeline), "split", 8)
     for name, memory in (
         ("`split`", row(planned, "split").memory),
         ("`mirror`", row(planned, "mirror").memory),
@@ -49,8 +49,8 @@ def test_the_figures_match_the_cost_page(
 
 
 def test_the_traffic_matches_the_cost_page() -> None:
-    sharing = Sharing(dense=16, experts=0, sharded=True, instances=1)
-    planned = plan(sharing, model(70e9 / 32, 8, 4), "split", 512, 8)
+    layout = ParallelLayout(512, 16, experts=0, sharded=True, instances=1)
+    planned = plan(layout, model(70e9 / 32, 8, 4), "split", 8)
     match = re.search(r"Calculated for the 70B model above: ([\d.]+) GB and ([\d.]+) GB", COSTS)
     assert match is not None
     planned_bytes = [row(planned, kind).sent or 0.0 for kind in ("split", "mirror")]
@@ -70,8 +70,8 @@ def test_the_traffic_matches_the_cost_page() -> None:
     ],
 )
 def test_the_tolerated_losses(d: int, tensor: int, per_node: int, split: str | None, mirror: str) -> None:
-    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1, tensor=tensor)
-    planned = plan(sharing, model(1e6, tensor), "mirror", d * tensor, per_node)
+    layout = ParallelLayout(d * tensor, d, experts=0, sharded=True, instances=1, tensor=tensor)
+    planned = plan(layout, model(1e6, tensor), "mirror", per_node)
     survivals = {replica.kind: replica.survives for replica in planned.replicas}
     assert survivals.get("split") == split
     assert survivals["mirror"] == mirror
@@ -81,8 +81,8 @@ def test_the_tolerated_losses(d: int, tensor: int, per_node: int, split: str | N
 @pytest.mark.parametrize("sizes", [model(1e6, experts=1e6), None], ids=["sizes", "no sizes"])
 def test_experts_that_no_two_ranks_share(sizes: ModelSize | None) -> None:
     """They need no memory for a copy, and the tolerated losses stay unnamed."""
-    sharing = Sharing(dense=4, experts=1, sharded=True, instances=1, expert=4)
-    planned = plan(sharing, sizes, "mirror", 4, 1)
+    layout = ParallelLayout(4, 4, experts=1, sharded=True, instances=1, expert=4)
+    planned = plan(layout, sizes, "mirror", 1)
     assert [(replica.kind, replica.survives) for replica in planned.replicas] == [
         ("mirror", "exceptions alone"),
         ("none", "exceptions alone"),
@@ -95,13 +95,13 @@ def test_experts_that_no_two_ranks_share(sizes: ModelSize | None) -> None:
 
 
 def test_an_optimizer_that_every_rank_has() -> None:
-    sharing = Sharing(dense=4, experts=0, sharded=False, instances=1)
-    (unsharded,) = plan(sharing, model(1e6), "whole", 4, 2).replicas
+    layout = ParallelLayout(4, 4, experts=0, sharded=False, instances=1)
+    (unsharded,) = plan(layout, model(1e6), "whole", 2).replicas
     assert (unsharded.memory, unsharded.sent, unsharded.local_copy) == (0, 0, 12e6)
     assert unsharded.survives == "any 3 ranks, any 1 node"
 
 
 def test_a_model_whose_size_is_not_known() -> None:
-    planned = plan(Sharing(dense=4, experts=0, sharded=True, instances=1), None, "split", 4, 4)
+    planned = plan(ParallelLayout(4, 4, experts=0, sharded=True, instances=1), None, "split")
     assert (planned.parameters, planned.save, row(planned, "split").memory) == (None, None, None)
     assert row(planned, "split").survives == "any 1 rank"
