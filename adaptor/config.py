@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from adaptor import plug_ins
 from adaptor.errors import ConfigError
 from adaptor.setting_values import (
+    TRUTH,
     NotShownError,
     Setting,
     auto_or,
@@ -23,7 +24,6 @@ from adaptor.setting_values import (
     one_of,
     path,
     require_one_kind_of_connection,
-    truth,
     zero_or,
 )
 
@@ -88,8 +88,7 @@ SETTINGS = (
         "enabled",
         "ENABLE_TTP",
         "True",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "False is plain torchrun and the plain framework",
     ),
     Setting(
@@ -154,8 +153,7 @@ SETTINGS = (
         "failed_save",
         "TTP_FAILED_SAVE",
         "continue",
-        "continue or stop",
-        one_of("continue", "stop"),
+        *one_of("continue", "stop"),
         "continue: where a save of Megatron-LM fails, training goes on and saves later; stop: it is a fault",
         same_on_all_nodes=True,
     ),
@@ -163,8 +161,7 @@ SETTINGS = (
         "verify_saves",
         "TTP_VERIFY_SAVES",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: what is saved is compared with the state in memory on which its holders agree, before it gets"
         " its name, and what is loaded from it later, too",
         same_on_all_nodes=True,
@@ -184,8 +181,7 @@ SETTINGS = (
         "allow_drill",
         "TTP_ALLOW_DRILL",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: `ttp drill`, called by the user of the job, ends a rank on purpose, and the job recovers",
         same_on_all_nodes=True,
         needs_agent=True,
@@ -202,8 +198,7 @@ SETTINGS = (
         "tls",
         "TTP_TLS",
         "mutual",
-        "mutual or plain",
-        one_of("mutual", "plain"),
+        *one_of("mutual", "plain"),
         "agents on several machines speak TLS 1.3, both with certificates; plain: unencrypted, inside "
         "a trusted network",
     ),
@@ -236,8 +231,7 @@ SETTINGS = (
         "replica",
         "TTP_REPLICA",
         "auto",
-        "auto, split, mirror or none",
-        one_of("auto", "split", "mirror", "none"),
+        *one_of("auto", "split", "mirror", "none"),
         "where second copies of optimizer shards live; auto is split with an even data-parallel size, where "
         "the framework has optimizer instances, else mirror",
         same_on_all_nodes=True,
@@ -246,8 +240,7 @@ SETTINGS = (
         "local_copy",
         "TTP_LOCAL_COPY",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
         same_on_all_nodes=True,
     ),
@@ -287,8 +280,7 @@ SETTINGS = (
         "transcript",
         "TTP_TRANSCRIPT",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: the checksums of each verified step go to transcript.jsonl of the job, for `ttp replay`; with"
         " TTP_VERIFY_EVERY",
         same_on_all_nodes=True,
@@ -297,8 +289,7 @@ SETTINGS = (
         "corruption",
         "TTP_CORRUPTION",
         "replace",
-        "replace, stop or report",
-        one_of("replace", "stop", "report"),
+        *one_of("replace", "stop", "report"),
         "where holders differ (TTP_VERIFY_EVERY): replace: the job goes back to the step on which they"
         " agreed, without the rank that is wrong; stop: it ends; report: a line says so",
         same_on_all_nodes=True,
@@ -307,8 +298,7 @@ SETTINGS = (
         "require_protection",
         "TTP_REQUIRE_PROTECTION",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: a script that trains without being protected is ended, before its first update where that is"
         " known by then; False: one line warns",
         same_on_all_nodes=True,
@@ -317,8 +307,7 @@ SETTINGS = (
         "platform",
         "TTP_PLATFORM",
         "auto",
-        "auto, none, modelarts, ascend, volcano, ranktable, slurm or openmpi",
-        one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
+        *one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
         "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
         "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
     ),
@@ -335,10 +324,10 @@ SETTINGS = (
         "TTP_LOG_LEVEL",
         "INFO",
         "DEBUG, INFO, WARNING or ERROR",
-        lambda text: one_of("DEBUG", "INFO", "WARNING", "ERROR")(text.upper()),
+        lambda text: one_of("DEBUG", "INFO", "WARNING", "ERROR")[1](text.upper()),
         "the least severe messages that are written to the log file",
     ),
-    Setting("log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", truth, "the log goes to stdout, too"),
+    Setting("log_stdout", "TTP_LOG_STDOUT", "0", *TRUTH, "the log goes to stdout, too"),
     Setting(
         "layout_only",
         "TTP_LAYOUT_ONLY",
@@ -353,8 +342,7 @@ SETTINGS = (
         "batch",
         "TTP_BATCH",
         "keep",
-        "keep or nearest",
-        one_of("keep", "nearest"),
+        *one_of("keep", "nearest"),
         "with --nnodes MIN:MAX: what happens if the nodes that are there cannot divide the global batch;"
         " keep: the job saves and ends; nearest: it takes the nearest size that they can divide (needs"
         " --train-samples)",

@@ -75,15 +75,20 @@ def auto_or(parse: Callable[[str], float]) -> Callable[[str], float | None]:
     return lambda text: None if text == "auto" else parse(text)
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a parser of `choices`."""
+# The allowed texts of a setting, and their parser.
+Values = tuple[str, Callable[[str], object]]
+TRUTH: Values = "True, 1, False or 0", truth
+
+
+def one_of(*choices: str) -> Values:
+    """Return `choices` in words, and their parser."""
 
     def parse(text: str) -> str:
         if text not in choices:
             raise ValueError
         return text
 
-    return parse
+    return f"{', '.join(choices[:-1])} or {choices[-1]}", parse
 
 
 def path(text: str) -> str:

@@ -19,7 +19,8 @@ import msgspec
 
 from adaptor import context, output
 from adaptor.checkpoint import disk, tracker
-from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, Owner, decode
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_content import LARGEST, LeaseContent, Owner, decode
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import GENERATION, Generation, WorkerPlace

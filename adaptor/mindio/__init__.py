@@ -15,7 +15,7 @@ from pathlib import Path
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.hooks import WorkerHooks
-from adaptor.setting_values import Setting, truth
+from adaptor.setting_values import TRUTH, Setting
 
 NAME = "mindio_ttp"
 _FOLDER = str(Path(__file__).with_name("provided"))
@@ -73,8 +73,7 @@ SETTINGS = (
         "provide_mindio",
         "TTP_PROVIDE_MINDIO",
         "False",
-        "True, 1, False or 0",
-        truth,
+        *TRUTH,
         "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
         "installed, finds the adaptor's, and no framework is patched",
         same_on_all_nodes=True,

@@ -20,7 +20,8 @@ import msgspec
 
 from adaptor import text
 from adaptor.checkpoint import disk, left_overs, publish, save_folder_claim, tracker
-from adaptor.checkpoint.lease import Lease, Owner, go_on_without
+from adaptor.checkpoint.lease import Lease, go_on_without
+from adaptor.checkpoint.lease_content import Owner
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent.control_thread import call_in_thread
 from adaptor.launchers.rendezvous.waiting import OtherSideError

@@ -18,11 +18,10 @@ from adaptor.launchers.records.incident_record import (
     Seen,
     Timeline,
     incident_of,
-    notice_of_end,
-    notice_of_save,
 )
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.log import TrackerReading
+from adaptor.launchers.records.notices import notice_of_end, notice_of_save
 from adaptor.protocol import records
 from adaptor.protocol.messages import (
     Addressed,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_content import Owner
 from adaptor.protocol import naming
 from tests.faults import harness, outcome, warm
 from tests.faults.harness import DP2, Job, Layout, job_in

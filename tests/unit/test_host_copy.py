@@ -26,7 +26,7 @@ from adaptor import config, context, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.host_copy import content, copier, rebuild
+from adaptor.host_copy import content, copier, rebuild, reservation
 from adaptor.host_copy.copier import Copier
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
@@ -301,15 +301,15 @@ def test_a_rank_without_a_copy_thread_is_reported_and_trains_on(
 
 def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
     """Each of two nodes also keeps the other's copies; one rank of node 1 has larger copies."""
-    needs = [copier.Need(0, 30, 100), copier.Need(0, 30, 90), copier.Need(1, 25, 100)]
-    assert copier.bytes_on(needs) == {0: 85, 1: 85}
-    assert copier.shortage(needs) == ""
-    assert copier.bytes_on(needs[:2]) == {0: 60}
-    assert copier.shortage(needs[:2], 0.5) == (
+    needs = [reservation.Need(0, 30, 100), reservation.Need(0, 30, 90), reservation.Need(1, 25, 100)]
+    assert reservation.bytes_on(needs) == {0: 85, 1: 85}
+    assert reservation.shortage(needs) == ""
+    assert reservation.bytes_on(needs[:2]) == {0: 60}
+    assert reservation.shortage(needs[:2], 0.5) == (
         "the copies of node 0 take 60 bytes of its memory, and 90 bytes are free (limits of its control group"
         " included), of which copies take 50% at most"
     )
-    assert "the copies of node 0 take 85 bytes" in copier.shortage([*needs, copier.Need(0, 0, 80)])
+    assert "the copies of node 0 take 85 bytes" in reservation.shortage([*needs, reservation.Need(0, 0, 80)])
 
 
 @pytest.fixture
@@ -334,13 +334,13 @@ def test_auto_copies_state_without_another_holder(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """If half of the free memory is enough; otherwise a line gives the needed and the free memory."""
-    monkeypatch.setattr(copier, "available", lambda: free)
+    monkeypatch.setattr(reservation, "available", lambda: free)
     if shared:
         monkeypatch.setattr(tolerance, "spare", lambda shares, place_of: 1)
     monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
     rank_copier = Copier(None, 0, 1, "a", [new_file(), new_file()], False, lambda step: None, list)
     trainee_facts, session = ReservableFacts(), SimpleNamespace(copier=rank_copier)
-    kept = copier.reserve(session, trainee_facts)  # type: ignore[arg-type]
+    kept = reservation.reserve(session, trainee_facts)  # type: ignore[arg-type]
     stdout = capfd.readouterr().out
     if shared:
         assert (session.copier, kept, stdout) == (None, trainee_facts, "")
@@ -369,11 +369,11 @@ def test_memory_kept_since_the_previous_start_counts_for_the_next_copies(
         with closing(CopyFile(path)) as file:
             file.reserve(3 << 20)
         monkeypatch.setattr(context.part(HeldCopies), "paths", {7: (path,)})
-        monkeypatch.setattr(copier, "available", lambda: 2 << 20)
+        monkeypatch.setattr(reservation, "available", lambda: 2 << 20)
         monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
         rank_copier = Copier(None, 0, 1, "a", [new_file(), new_file()], False, lambda step: None, list)
         session = SimpleNamespace(copier=rank_copier)
-        copier.reserve(session, ReservableFacts())  # type: ignore[arg-type]
+        reservation.reserve(session, ReservableFacts())  # type: ignore[arg-type]
         assert session.copier is rank_copier
     finally:
         os.close(kept)

@@ -18,7 +18,8 @@ import pytest
 
 from adaptor import output
 from adaptor.checkpoint import lease, left_overs, save_folder_claim
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_content import Owner
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from tests import waiting

@@ -25,7 +25,7 @@ from adaptor.errors import ConfigError
 from adaptor.launchers.cli import ttprun
 from adaptor.launchers.operations import hooks, job_server
 from adaptor.launchers.operations.hooks import NotDeliveredError, Notifier
-from adaptor.launchers.records.incident_record import notice_of_end
+from adaptor.launchers.records.notices import notice_of_end
 from adaptor.operations.settings import NoticeTarget, OperationsSettings
 from tests import operator_files, waiting
 from tests.unit.launching import Launcher, launcher, zygote  # noqa: F401

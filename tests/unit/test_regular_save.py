@@ -18,7 +18,7 @@ import torch
 
 from adaptor import context
 from adaptor.checkpoint import disk, hashing, manifest, regular_folder
-from adaptor.checkpoint.lease import LeaseContent, Owner
+from adaptor.checkpoint.lease_content import LeaseContent, Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, WorkerPlace

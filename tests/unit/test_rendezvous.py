@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from adaptor.checkpoint.lease import Lease, Owner, go_on_without
+from adaptor.checkpoint.lease import Lease, go_on_without
+from adaptor.checkpoint.lease_content import Owner
 from adaptor.launchers.cli import flags
 from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store, waiting
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from adaptor.frameworks.training_loop import StepTail, TailState
+from adaptor.frameworks.step_tail import StepTail, TailState
 from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.worker.processor import CannotRejoinError
 

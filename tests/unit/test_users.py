@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_content import Owner
 from tests.unit.launching import launcher, start_two, zygote
 from tests.unit.other_user import NOBODY
 
