@@ -12,13 +12,16 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import xxhash
 
 from adaptor.checkpoint import dcp, disk, hashing, left_overs, manifest, publish, tracker
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError
@@ -62,6 +65,21 @@ def hash_and_leave(folder: Path, path: Path, tensors: Mapping[str, str] | None =
     """Hash a written file and leave its checksum, if the file can be read; `tensors`: see `leave_note`."""
     with contextlib.suppress(OSError):
         leave_note(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()), tensors)
+
+
+@contextlib.contextmanager
+def hashed_archive(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iterator[Any]:
+    """Write the archive `name` of the save in `folder`, and leave its checksum."""
+    with HashingFile(folder / name, base_folder=folder) as file, open_archive(file) as archive:
+        yield archive
+    leave_note(folder, file.entry(name))
+
+
+def write_and_leave(folder: Path, name: str, content: bytes) -> None:
+    """Write a file and leave its checksum; `sync_regular` brings all files to disk."""
+    with os.fdopen(disk.create(folder, name), "wb") as file:
+        file.write(content)
+    leave_note(folder, FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content)))
 
 
 def tensors_of(path: Path) -> Mapping[str, str]:

@@ -16,17 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from adaptor import context, descriptors
 from adaptor.checkpoint import disk, left_overs, regular_folder, save_folder_claim, tracker
-from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
 from adaptor.frameworks.failed_saves import FailedSaves, SaveAgreement, SaveFailedError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, WorkerPlace
-from adaptor.protocol.naming import FileEntry
 from adaptor.worker import runtime
 
 if TYPE_CHECKING:
@@ -237,7 +233,11 @@ class RegularSaves:
         if save is None:
             return open_archive(file)
         name = save.name(file) if isinstance(file, str | os.PathLike) else None
-        archive = open_archive(file) if name is None else _hashed(open_archive, save.folder, name)
+        archive = (
+            open_archive(file)
+            if name is None
+            else regular_folder.hashed_archive(open_archive, save.folder, name)
+        )
         return _written_or_noted(save, archive, open_archive)
 
     def hashing(self, path: str | os.PathLike[str], results: Any, sums: _Sums = dict) -> Any:
@@ -320,7 +320,7 @@ class RegularSaves:
         folder = taken or save.folder
         for name, content in self.on_top.items():
             with contextlib.suppress(OSError):
-                regular_folder.leave_note(folder, _write(folder, name, content))
+                regular_folder.write_and_leave(folder, name, content)
         regular_folder.sync_regular(save.root, save.step, _generation(), taken)
         old = tracker.tracked_step(save.root) or 0
         runtime.get().session.publishing(lambda: _publish(save, taken))
@@ -428,21 +428,6 @@ def _written_or_noted(save: _Save, archive: Any, open_archive: Callable[[Any], A
     if not is_open:
         with open_archive(_Discarding()) as opened:
             yield opened
-
-
-@contextlib.contextmanager
-def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iterator[Any]:
-    """Write the file `name` of the save in `folder`, and leave its checksum."""
-    with HashingFile(folder / name, base_folder=folder) as file, open_archive(file) as archive:
-        yield archive
-    regular_folder.leave_note(folder, file.entry(name))
-
-
-def _write(folder: Path, name: str, content: bytes) -> FileEntry:
-    """Write a file; `sync_regular` brings all files to disk."""
-    with os.fdopen(disk.create(folder, name), "wb") as file:
-        file.write(content)
-    return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def _draft() -> int:

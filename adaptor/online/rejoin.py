@@ -270,7 +270,7 @@ class Rejoin:
         while True:
             try:
                 loop.finish_step()
-                self._session.come_round()
+                self._session.pace.abandon_step()  # work before the loop's first step may take any time
                 return train()
             except Unwind:
                 pass

@@ -2,7 +2,7 @@
 
 torch's own stores authenticate nobody, so any client could give gloo other addresses, fill the store's
 memory, or block the store with half a message. The dump store is a part of the controller's agent
-(`DumpStoreServer` in `launchers.control.controller_host`); an order to dump carries the store's address and
+(`DumpStoreServer` in `launchers.control.dump_store_server`); an order to dump carries the store's address and
 secret.
 """
 

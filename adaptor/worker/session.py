@@ -123,8 +123,8 @@ class Session:
         measures: Measures | None = None,
     ) -> None:
         """The state of `trainee` is again the state of `step`, with the matching `record`: the next step is
-        made, for the first time or once more. Until `come_round` a rank that waits for another rank counts as
-        being in the next step, so a hang is noticed.
+        made, for the first time or once more. Until `pace.abandon_step` a rank that waits for another rank
+        counts as being in the next step, so a hang is noticed.
 
         In a replacement process training begins here; `origin` is the step from which the job was started,
         and `measures` are the measures of another rank.
@@ -145,10 +145,6 @@ class Session:
                 self.pace.take_over(measures)
             self._send_layout(trainee, origin)
         self.pace.await_step(step + 1)
-
-    def come_round(self) -> None:
-        """The loop may be called: work before the loop's first step may take any time."""
-        self.pace.abandon_step()
 
     def tell_again(self) -> None:
         """Report this rank's shards once more: the way of recovery was decided after training began."""

@@ -468,7 +468,7 @@ class Worker(Process):
             except Exception as error:
                 self._cannot(done, error, may_be_echo=True)
         self._is_out_of_loop, self._ready, self.newcomer = False, None, False
-        self.session.come_round()
+        self.session.pace.abandon_step()
 
     def _join(self, order: Regroup) -> Body[None]:
         trainee, job, session = self.trainee, self.world.job, self.session

@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from adaptor.launchers.control import agent_connections
-from adaptor.launchers.control.controller_host import DumpStoreServer
+from adaptor.launchers.control.dump_store_server import DumpStoreServer
 from adaptor.protocol import wire
 from adaptor.protocol.messages import Endpoint, Standing
 from adaptor.worker import stacks
