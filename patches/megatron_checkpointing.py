@@ -45,17 +45,6 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 @checkpointing.patch(
-    "megatron.training.checkpointing:ensure_directory_exists",
-    why="where a rank cannot make a folder of its save, all ranks learn it at the next barrier",
-    accepts="(filename, ...)",
-    optional=True,
-)
-def folders_that_cannot_be_made_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    with context.part(RegularSaves).noting():
-        return wrapped(*args, **kwargs)
-
-
-@checkpointing.patch(
     "megatron.training.checkpointing:get_checkpoint_name",
     why="a regular save goes to a folder of its own until every rank has written",
     accepts="(checkpoints_path, iteration, release=, ...)",
@@ -204,11 +193,12 @@ def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: 
         return wrapped(*args, **kwargs)
 
 
-for _target, _what in {
-    f"{_WRITER}.finish": "metadata that cannot be written",
-    f"{_CORE}.core:save_config": "a file of the format that cannot be written",
-}.items():
-    dist_checkpointing.patch(
+for _unit, _target, _what in (
+    (checkpointing, "megatron.training.checkpointing:ensure_directory_exists", "a folder that cannot be made"),
+    (dist_checkpointing, f"{_WRITER}.finish", "metadata that cannot be written"),
+    (dist_checkpointing, f"{_CORE}.core:save_config", "a file of the format that cannot be written"),
+):
+    _unit.patch(
         _target,
         why=f"{_what} is noted on this rank: all ranks learn it at the next barrier of the save",
         optional=True,
