@@ -194,7 +194,7 @@ def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: 
 
 
 for _unit, _target, _what in (
-    (checkpointing, "megatron.training.checkpointing:ensure_directory_exists", "a folder that cannot be made"),
+    (checkpointing, "megatron.training.checkpointing:ensure_directory_exists", "a folder that is not made"),
     (dist_checkpointing, f"{_WRITER}.finish", "metadata that cannot be written"),
     (dist_checkpointing, f"{_CORE}.core:save_config", "a file of the format that cannot be written"),
 ):

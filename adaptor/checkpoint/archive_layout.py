@@ -20,11 +20,12 @@ because a framework may keep small storages (random states) for as long as it ru
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import os
 import pickle
-import struct
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -32,32 +33,25 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from adaptor import context
+from adaptor.checkpoint import zip_members
 from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.checkpoint.hashing import crc32
 
 T = TypeVar("T")
 
 _ROOT = "archive"  # torch's name without a file name
-_ALIGNMENT = 64  # of each storage, as torch aligns it, in bytes
 PAGE = 4096  # of storages that other ranks write: a shared storage is cut at a page at most
-_LIMIT = 0xFFFFFFFF  # a larger number stands in a field of ZIP64
-_DATE = 0x21  # 1980-01-01, the first day that a zip file knows
-_LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
-_END_64, _LOCATOR_64 = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _CRC_POLYNOMIAL = 0xEDB88320
 _SMALL = 1 << 20  # of a storage that is not mapped, in bytes
 
 
 @dataclass(frozen=True)
 class ArchiveEntry(Generic[T]):
-    """A file in the archive: `header` (right behind the entry before), `begin` and `size` of its data, in
-    bytes.
+    """A storage in the archive: `begin` and `size` of its data, in bytes.
 
     `content`: the data, of bytes; or the caller's description of a tensor whose data other ranks write.
     """
 
-    name: str
-    header: int
     begin: int
     size: int
     content: torch.Tensor | T
@@ -77,8 +71,8 @@ class ArchiveLayout(Generic[T]):
         self.structure = pickled.getvalue()
         self.entries: list[ArchiveEntry[T]] = []
         self.reader: Callable[[bytes], object] | None = None
-        # All entries, `entries` included; with the content where the layout knows the content already.
-        self._all: list[tuple[ArchiveEntry[Any], bytes | None]] = []
+        # Each with the begin of its data; and with the content where the layout knows the content already.
+        self._members: list[tuple[zipfile.ZipInfo, int, bytes | None]] = []
         self._end = 0
         self._fix("data.pkl", self.structure)
         self._fix("byteorder", b"little")
@@ -87,80 +81,40 @@ class ArchiveLayout(Generic[T]):
             planned_range = planned(storage)
             if planned_range is None:
                 content = _content(storage)
-                self._add(f"data/{key}", content, _ALIGNMENT, content.numel())
+                self._add(f"data/{key}", content, zip_members.ALIGNMENT, content.numel())
             else:
                 self._add(f"data/{key}", planned_range, PAGE, storage.nbytes())
-        self.size = self._end + sum(map(len, self._directory([0] * len(self._all))))
+        members = [member for member, _, _ in self._members]
+        self.size = self._end + len(zip_members.directory(members, self._end))
 
     def _fix(self, name: str, content: bytes) -> None:
-        self._all.append((self._placed(name, None, _ALIGNMENT, len(content)), content))
+        self._place(name, zip_members.ALIGNMENT, len(content), content)
 
     def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int) -> None:
-        entry: ArchiveEntry[T] = self._placed(name, content, alignment, size)
-        self.entries.append(entry)
-        self._all.append((entry, None))
+        self.entries.append(ArchiveEntry(self._place(name, alignment, size, None), size, content))
 
-    def _placed(self, name: str, content: Any, alignment: int, size: int) -> ArchiveEntry[Any]:
-        name = f"{_ROOT}/{name}"
-        extra = 20 if size >= _LIMIT else 0
-        least = self._end + _LOCAL.size + len(name) + extra + 4
-        begin = least + -least % alignment
-        entry = ArchiveEntry(name, self._end, begin, size, content)
+    def _place(self, name: str, alignment: int, size: int, content: bytes | None) -> int:
+        member, begin = zip_members.place(f"{_ROOT}/{name}", self._end, size, alignment)
+        self._members.append((member, begin, content))
         self._end = begin + size
-        return entry
+        return begin
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield the bytes around the data, each with its place, from the CRC-32 of each entry in order."""
         crc_iterator = iter(crcs)
-        all_crcs = [
-            crc32(content, 0) if content is not None else next(crc_iterator) for _, content in self._all
-        ]
+        members = []
         at, data = 0, b""
-        for (entry, content), crc in zip(self._all, all_crcs, strict=True):
-            data += _local(entry, crc)
+        for placed, begin, content in self._members:
+            member = copy.copy(placed)  # the layout may be that of several archives
+            member.CRC = crc32(content, 0) if content is not None else next(crc_iterator)
+            members.append(member)
+            data += member.FileHeader()
             if content is not None:
                 data += content
             else:
                 yield at, data
-                at, data = entry.begin + entry.size, b""
-        yield at, data + b"".join(self._directory(all_crcs))
-
-    def _directory(self, crcs: Sequence[int]) -> Iterator[bytes]:
-        length = 0
-        for (entry, _), crc in zip(self._all, crcs, strict=True):
-            described = _central(entry, crc)
-            length += len(described)
-            yield described
-        count, end = len(self._all), self._end
-        if count >= 0xFFFF or end >= _LIMIT:
-            yield _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, length, end)
-            yield _LOCATOR_64.pack(b"PK\6\7", 0, end + length, 1)
-        count, end = min(count, 0xFFFF), min(end, _LIMIT)
-        yield _END.pack(b"PK\5\6", 0, 0, count, count, length, end, 0)
-
-
-def _local(entry: ArchiveEntry[Any], crc: int) -> bytes:
-    size, version, extra = entry.size, 0, b""
-    if size >= _LIMIT:
-        extra, size, version = struct.pack("<2H2Q", 1, 16, size, size), _LIMIT, 45
-    name = entry.name.encode()
-    padding = entry.begin - entry.header - _LOCAL.size - len(name) - len(extra) - 4
-    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    header = _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
-    return header + name + extra
-
-
-def _central(entry: ArchiveEntry[Any], crc: int) -> bytes:
-    size, header, extra_field = entry.size, entry.header, b""
-    if size >= _LIMIT:
-        extra_field, size = struct.pack("<2Q", size, size), _LIMIT
-    if header >= _LIMIT:
-        extra_field, header = extra_field + struct.pack("<Q", header), _LIMIT
-    extra = struct.pack("<2H", 1, len(extra_field)) + extra_field if extra_field else b""
-    version = 45 if extra_field else 0
-    name = entry.name.encode()
-    fields = (version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header)
-    return _CENTRAL.pack(b"PK\1\2", *fields) + name + extra
+                at, data = begin + member.file_size, b""
+        yield at, data + zip_members.directory(members, self._end)
 
 
 class _Pickler(pickle.Pickler):
@@ -238,7 +192,7 @@ class SequenceLayout(Generic[T]):
         """Add `content`; return its place and its size, in bytes."""
         begin = self.size
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.entries.append(ArchiveEntry("", begin, begin, len(content), data))
+        self.entries.append(ArchiveEntry(begin, len(content), data))
         self.size += len(content)
         return begin, len(content)
 
@@ -273,15 +227,7 @@ class SequenceLayout(Generic[T]):
         self._archives.append((begin, len(self.entries), archive))
         for archive_entry in archive.entries:
             content = archive_entry.content if placeholder is None else placeholder
-            self.entries.append(
-                ArchiveEntry(
-                    archive_entry.name,
-                    begin + archive_entry.header,
-                    begin + archive_entry.begin,
-                    archive_entry.size,
-                    content,
-                )
-            )
+            self.entries.append(ArchiveEntry(begin + archive_entry.begin, archive_entry.size, content))
         self._gaps.append((self.size, begin - self.size))
         self.size = begin + archive.size
         return begin, archive.size

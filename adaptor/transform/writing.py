@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import xxhash
 
-from adaptor.checkpoint import dcp, disk
+from adaptor.checkpoint import dcp, disk, zip_members
 from adaptor.checkpoint.hashing import HashingFile, crc32
 from adaptor.checkpoint.layout_file import Piece
 from adaptor.protocol.naming import FileEntry
@@ -53,10 +53,7 @@ from adaptor.transform.target import TargetCheckpoint
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 # Of a zip archive.
-_ALIGNMENT = 64  # of the data of a member, as torch has it, in bytes
 _DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
-_HEADER = 30  # bytes of a local header without name and extra fields
-_EXTRA_64 = 20  # bytes of the extra field of a large member
 _BEHIND = 0x08  # flag: checksum and sizes stand behind the data
 # The modules of the classes in the index of a sharded checkpoint.
 _METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -185,7 +182,7 @@ def save(value: Any, stream: HashingFile, root: str, files: Files) -> None:
 
 
 class ZipWriter:
-    """A zip file, whose members are stored uncompressed; `zipfile` alone has a slow CRC-32.
+    """A zip file, whose members are written front to back: their checksums stand behind the data.
 
     Args:
         write: writes the next bytes of the file.
@@ -195,17 +192,10 @@ class ZipWriter:
     def __init__(
         self, write: Callable[[bytes | bytearray | memoryview], object], tell: Callable[[], int]
     ) -> None:
-        self.write = write
-        self._position = tell
+        self._write = write
+        self._tell = tell
         self._begin = tell()
         self._members: list[zipfile.ZipInfo] = []
-
-    def tell(self) -> int:
-        """Return the number of bytes of the archive so far."""
-        return self._position() - self._begin
-
-    def flush(self) -> None:
-        """Do nothing; the standard library calls it."""
 
     def add(self, name: str, size: int, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
         """Add a member whose data begins at a multiple of 64 bytes.
@@ -218,30 +208,24 @@ class ZipWriter:
         Raises:
             ValueError: the pieces have another size.
         """
-        member = zipfile.ZipInfo(name)  # of the first day that a zip file knows
-        member.flag_bits, member.header_offset = _BEHIND, self.tell()
-        member.file_size = member.compress_size = size
+        member, _ = zip_members.place(name, self._tell() - self._begin, size)
+        member.flag_bits = _BEHIND
         is_large = size > zipfile.ZIP64_LIMIT
-        header = _HEADER + len(name) + 4 + _EXTRA_64 * is_large
-        padding = -(member.header_offset + header) % _ALIGNMENT
-        member.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        self.write(member.FileHeader(zip64=is_large))
+        self._write(member.FileHeader(zip64=is_large))
         member.CRC = written = 0
         for piece in pieces:
             member.CRC = crc32(piece, member.CRC)
             written += len(piece)
-            self.write(piece)
+            self._write(piece)
         if written != size:
             raise ValueError(f"{name}: has {written} bytes, {size} were expected")
         descriptor = _DESCRIPTOR_64 if is_large else _DESCRIPTOR
-        self.write(descriptor.pack(b"PK\7\x08", member.CRC, size, size))
-        member.extra = b""  # not in the directory
+        self._write(descriptor.pack(b"PK\7\x08", member.CRC, size, size))
         self._members.append(member)
 
     def close(self) -> None:
         """Write the directory; nothing may be added afterwards."""
-        with zipfile.ZipFile(cast(Any, self), "w") as directory:
-            directory.filelist.extend(self._members)
+        self._write(zip_members.directory(self._members, self._tell() - self._begin))
 
 
 def data_file(target: TargetCheckpoint, rank: Rank) -> str:
