@@ -150,7 +150,7 @@ def start(work: Callable[[], T], name: str) -> Future[T] | None:
     """Make a call in a new thread; None where no thread can be had."""
     future: Future[T] = Future()
     try:
-        threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
+        threading.Thread(target=fulfil, args=(future, work), name=name, daemon=True).start()
     except RuntimeError:
         return None
     return future
@@ -161,7 +161,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
     future = start(work, name)
     if future is None:
         future = Future()
-        _run(future, work)
+        fulfil(future, work)
     return future
 
 
@@ -173,7 +173,7 @@ def call(work: Callable[[], T]) -> T:
     future: Future[T] = Future()
 
     def run() -> None:
-        _run(future, work)
+        fulfil(future, work)
         finished.put(None)
 
     if start(run, "ttp-call") is None:
@@ -182,7 +182,8 @@ def call(work: Callable[[], T]) -> T:
     return future.result()
 
 
-def _run(future: Future[T], work: Callable[[], T]) -> None:
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    """Make a call, whose result or error the future then has; not a call that was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:

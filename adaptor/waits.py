@@ -13,7 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from adaptor import threads
@@ -98,24 +100,15 @@ def _in_slices(work: Any, native: Callable[..., bool], wait: Wait) -> bool:
 
 def _in_a_thread(native: Callable[..., bool], wait: Wait) -> bool:
     """Wait for a message without a time-out, at which gloo would break all connections of the group."""
-    finished = threading.Event()
-    answers: list[bool] = []
-    raised: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            answers.append(native())
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            finished.set()
-
+    answer: Future[bool] = Future()
     try:
-        threads.reserve.run("ttp-wait", act)
+        threads.reserve.run("ttp-wait", partial(threads.fulfil, answer, native))
     except RuntimeError:  # no thread can be had
         return native()
-    while not finished.wait(SLICE_S):
-        wait.require_not_ended()
-    for error in raised:
-        raise error
-    return answers[0]
+    while True:
+        try:
+            answer.exception(SLICE_S)
+        except TimeoutError:
+            wait.require_not_ended()
+        else:
+            return answer.result()

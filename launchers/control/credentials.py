@@ -25,11 +25,11 @@ import logging
 import re
 import secrets
 import ssl
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from adaptor import threads
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
 from adaptor.protocol.wire import deadline
@@ -74,23 +74,15 @@ class Tls:
 
     async def newest(self) -> Contexts:
         """Return the contexts of the current files, or the previous contexts if the files are unusable."""
-        reading = self._reading or self._begin_to_read()
-        if reading is not None:
+        if self._reading is None or self._reading.done():
+            self._reading = threads.start(self._read, "ttp-tls")
+        if self._reading is not None:  # else no more threads for this process
             with contextlib.suppress(asyncio.TimeoutError):
                 async with deadline(READ_S):
-                    await asyncio.shield(asyncio.wrap_future(reading))
+                    await asyncio.shield(asyncio.wrap_future(self._reading))
         return self.contexts
 
-    def _begin_to_read(self) -> Future[None] | None:
-        reading = self._reading = Future()
-        # Not in a pool: the interpreter would wait at its end for a thread that hangs.
-        try:
-            threading.Thread(target=self._read, args=(reading,), name="ttp-tls", daemon=True).start()
-        except RuntimeError:  # no more threads for this process
-            self._reading = None
-        return self._reading
-
-    def _read(self, reading: Future[None]) -> None:
+    def _read(self) -> None:
         state = None
         try:
             state = _state(self._files)
@@ -103,9 +95,6 @@ class Tls:
             if self._refused != (state or _MISSING):
                 self._refused = state or _MISSING
                 _log.warning("changed certificates cannot be used, those read before are: %s", error)
-        finally:
-            self._reading = None
-            reading.set_result(None)
 
 
 def load(settings: Config) -> Tls | None:
