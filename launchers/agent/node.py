@@ -145,6 +145,7 @@ class Node:
         os.environ[LAST_INCIDENT] = _for_environment(control.verdict.line) if control.verdict else ""
         control.begin(ranks, node, nodes, may_restart=may_restart, counts=counts, joins=place is not None)
         self._set_environment(ranks)
+        os.environ.pop(NEWCOMER, None)  # of a place that was lost
         if place is not None:
             os.environ[NEWCOMER] = str(place.incident)
         if self._nodes:

@@ -30,6 +30,7 @@ from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.spare_gate import COMES_S, SpareGate, StartCounts, fill_for_restart
 from adaptor.launchers.spares.spare_node import Taken, WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
+from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import AgentHello, Endpoint
 from adaptor.protocol.spare_messages import (
     Gate,
@@ -329,6 +330,31 @@ async def test_a_spare_loses_its_place_with_the_gate_before_it_has_come_to_the_c
     taken.connection.close()
     assert member is not None
     member.close()
+
+
+def test_a_controller_is_lost_before_it_knows_the_spare_node(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was accepted, and no address of another controller has come: the spare has no place."""
+    monkeypatch.setenv(NEWCOMER, "")  # restored at the end
+    node, drawn = job.node(TTP_HOST_COPY="0"), Invitation.draw("unix", False, "the job")
+
+    async def leave(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert hello.owner == "the spare"
+
+    async def open_controller() -> tuple[AgentListener[AgentHello], Endpoint]:
+        rejected = agent_connections.RejectedConnections("the controller's port")
+        listener = AgentListener(drawn.secret, None, rejected, leave, agent_connections.read_hello)
+        return listener, listener.open(drawn.kind, "127.0.0.1", 0)
+
+    listener, endpoint = node.control.thread.wait_for(open_controller())
+    controller = _at(drawn._replace(name=endpoint.address))
+    place = TakePlace(1, 0, 1, "the spare", 1, controller=controller)
+    with socket.socket() as gate:
+        taken = Taken(place, gate, WarmProcesses([], 0), controller)
+        with pytest.raises(StartError):
+            node.begin([1], 1, 2, 2, HashStore(), "127.0.0.1", taken=taken)
+    node.control.thread.wait_for(listener.close())
 
 
 async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: config.Config) -> None:
