@@ -190,6 +190,13 @@ class AgentControl:
         return self.client.controller_host if self.client is not None else None
 
     @property
+    def has_lost_node_0(self) -> bool:
+        """Return whether node 0 is known to be lost, and no spare node has come in its place."""
+        client, host = self.client, self.controller_host
+        lost = host.controller.membership.lost if host is not None else ()
+        return client is not None and (0 in client.succession.lost_homes or 0 in lost)
+
+    @property
     def report_path(self) -> str:
         """Return the path of the last report, or the node that writes the report; '' without a report.
 

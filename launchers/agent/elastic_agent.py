@@ -112,6 +112,8 @@ class SurvivorsAgent(LocalElasticAgent):
             time.sleep(group.spec.monitor_interval)
             self._end_requests.raise_again()
             verdict = self._control.verdict
+            if self._control.has_lost_node_0:
+                self._handler.lose_store()
             self._tell_of_recoveries()
             self._write_down_given_places()  # after a verdict no more places are given
             self._tell_of_restart()

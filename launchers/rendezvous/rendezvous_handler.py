@@ -138,6 +138,7 @@ class Rendezvous:
         self.ends_with_node_0 = self._static is not None
         if has_store and handler.get_backend() == "c10d":
             handler._store.set(_OF_AN_AGENT, "")
+        self._has_lost_store = False
         self._tell_of_end: Callable[[], None] | None = None
         self._interrupted = False
         self._has_met = False
@@ -266,6 +267,15 @@ class Rendezvous:
         assert self._next_store is not None
         return self._next_store.connect(endpoint)
 
+    def lose_store(self) -> None:
+        """Stop torch's heartbeats if the store is lost with node 0: each would print a C++ stack.
+
+        Their thread may wait for the store until the connection ends.
+        """
+        if self._static is None and self.ends_with_node_0 and not (self._has_store or self._has_lost_store):
+            self._has_lost_store = True
+            threading.Thread(target=self._handler._stop_heartbeats, name=ABANDONED, daemon=True).start()
+
     def move(self, endpoint: Endpoint, number: int) -> None:
         """Let the next meeting be at the store at `endpoint`.
 
@@ -279,8 +289,10 @@ class Rendezvous:
         if self._static is not None:
             self._static.move(self._handler, self._next_store.store_of_agents, endpoint, number)
         elif not is_here:
+            self.lose_store()
             self._handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
             self._signs = dynamic_nodes.watch(self._handler)
+            self._has_lost_store = False
 
     def meet(self, work: Callable[[], None], look_again: Callable[[], None] | None = None) -> None:
         """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first.
@@ -338,7 +350,7 @@ class Rendezvous:
         """
 
         def end() -> None:
-            if not (self._interrupted or self._is_left_out):
+            if not (self._interrupted or self._is_left_out or self._has_lost_store):
                 self._handler.shutdown()
             if self._tell_of_end is not None:
                 with contextlib.suppress(RuntimeError):  # the store is lost: nobody waits

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import copy
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -263,8 +262,6 @@ class NextStore:
         Raises:
             RendezvousConnectionError: the store does not answer.
         """
-        # The thread of its heartbeats may wait for the lost store until the connection ends.
-        threading.Thread(target=lost_handler._stop_heartbeats, name="ttp-lost-store", daemon=True).start()
         self._lost_handlers.append(lost_handler)
         params = copy.copy(self._params)
         params.endpoint = f"{endpoint.address}:{endpoint.port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -219,6 +220,26 @@ def test_a_spare_node_finds_the_gate_and_joins_the_round() -> None:
     assert not nodes[0].is_closed(), "the others train on"
     for node in (*nodes, spare):
         node._stop_heartbeats()
+
+
+def test_no_heartbeats_go_to_a_store_that_is_lost_with_node_0() -> None:
+    """Each would print the stack of torch's C++ functions."""
+    around, before = Around(), _heartbeats()
+    node = _agent(around.port, "127.0.0.1", 1)
+    node.next_rendezvous()
+    (own,) = _heartbeats() - before
+    node.lose_store()
+    assert own.is_alive(), "the store is on another machine, and lives on"
+    node.ends_with_node_0 = True
+    node.lose_store()
+    own.join(waiting.LONG_S)
+    assert not own.is_alive()
+    node.shutdown()
+    assert not node.is_closed(), "nobody asks a lost store"
+
+
+def _heartbeats() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")}
 
 
 def test_a_gate_that_is_closed_is_not_found(around: Around) -> None:
