@@ -72,6 +72,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._record = record
         place = record.place
         self._account = record.account = Account(spec.max_restarts, place.restarts if place else 0)
+        self._account.joined = place is not None
         # Versions of torch elastic without a choice of handlers have only the null handler.
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
@@ -261,7 +262,7 @@ class SurvivorsAgent(LocalElasticAgent):
             begun_restarts = int(
                 ask(store, lambda: store.get(_RESTARTS), lambda: "the number of restarts, from node 0")
             )
-            self._account.begun = begun_restarts
+            self._account.begun, self._account.joined = begun_restarts, True
             self._remaining_restarts -= begun_restarts
 
     def _keep_place(self, worker_group: Any, *, joins: bool) -> None:

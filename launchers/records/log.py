@@ -182,6 +182,7 @@ class Account:
     Attributes:
         begun: the restarts of the job so far.
         incidents: the ended incidents.
+        joined: the job had workers before this node came: its incidents until then are not counted.
     """
 
     def __init__(self, restarts: int, begun_restarts: int = 0) -> None:
@@ -196,6 +197,7 @@ class Account:
         self._reports = ""
         self._tracker = TrackerReading("")  # of the last incident's save folder
         self.incidents = 0
+        self.joined = False
         self._recoveries = 0  # incidents that needed no restart
         self._lost: int | None = 0  # finished steps that must be trained again; None: not known
 
@@ -303,8 +305,9 @@ class Account:
     def _sum(self) -> str:
         several = "" if self.incidents == 1 else "s"
         without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
+        since = " since this node came" if self.joined else ""
         reports_place = f"; reports {self._reports}" if self._reports else ""
-        return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{reports_place}"
+        return f"{self.incidents} incident{several}{without}{since}, {_lost(self._lost)}{reports_place}"
 
 
 @dataclass
