@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from adaptor.controller.failures import Failures, FirstCause
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.plan import steps_of
-from adaptor.protocol.messages import BoardRecord, Phase, PlacesFilled, Replacement, ShardSource
+from adaptor.protocol.messages import NODES_JOIN, BoardRecord, Phase, PlacesFilled, Replacement, ShardSource
 
 
 @dataclass
@@ -155,6 +155,8 @@ class Feasibility:
         membership, failures = self.state.membership, self.failures
         if failures.told_to_end or failures.leaving:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
+        if failures.asked is not None and failures.asked.kind == NODES_JOIN:
+            raise CannotRegroupError("")  # all workers start again with the nodes
         if failures.corruption is not None and failures.corruption.stops:
             raise CannotRegroupError("")
         if failures.was_interrupted:

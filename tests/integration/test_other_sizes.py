@@ -234,6 +234,7 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
         min_nodes=1,
         late_nodes=1,
         addresses=("127.0.0.2", "127.0.0.1"),
+        options=("--ttp-online", "60", "--ttp-spares", "0"),
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
     assert result.codes == (0, 0), result.log[-3000:]
