@@ -1,4 +1,4 @@
-"""What comes to the controller over the network, as tests have it."""
+"""Stand-ins for agents that connect to the controller over the network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Agent:
                 return message
 
     async def is_shut_out(self) -> bool:
-        """Whether the other side ends the connection without a message."""
+        """Return whether the other side ends the connection without a message."""
         try:
             return await self.reader.read() == b""
         except ConnectionResetError:  # it had not read all that was sent to it

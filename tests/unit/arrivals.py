@@ -1,4 +1,4 @@
-"""What comes to a test in its event loop, and a wait for it that is woken by each arrival."""
+"""Event-loop helpers of tests: wait for a condition and check it again after each change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Changes:
-    """Wakes who waits for a condition whenever something has changed; for one event loop."""
+    """Wakes coroutines of one event loop that wait for a condition, after each change."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -21,11 +21,11 @@ class Changes:
     def tell(self) -> None:
         self._changed.set()
 
-    async def until(self, done: Callable[[], bool]) -> None:
-        """Wait until `done()`, which is asked after each change; TimeoutError where it never is."""
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` holds; check it after each change. Raises TimeoutError after LONG_S."""
 
         async def wait() -> None:
-            while not done():
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -54,22 +54,22 @@ class Arrivals(list[T], Generic[T]):
         super().__init__()
         self.changes = Changes()
 
-    def append(self, one: T) -> None:
-        super().append(one)
+    def append(self, item: T) -> None:
+        super().append(item)
         self.changes.tell()
 
-    def extend(self, more: Iterable[T]) -> None:
-        super().extend(more)
+    def extend(self, items: Iterable[T]) -> None:
+        super().extend(items)
         self.changes.tell()
 
 
 class Rejected(RejectedConnections):
     """Tells of each connection that is counted."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
         self.changes = Changes()
 
-    def count(self, what: str) -> None:
-        super().count(what)
+    def count(self, reason: str) -> None:
+        super().count(reason)
         self.changes.tell()

@@ -1,4 +1,4 @@
-"""An Azure Blob Storage server on this machine: Azurite, where that npm package is installed."""
+"""Azurite, an Azure Blob Storage server for this machine (npm package azurite)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VERSION = "2021-12-02"  # of the interface
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Run Azurite; yield the URL of its account. The test is skipped where it is not installed."""
+    """Run Azurite; yield the URL of its account. Skip the test if Azurite is not installed."""
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite-blob is not installed (npm package azurite)")

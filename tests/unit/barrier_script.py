@@ -1,6 +1,6 @@
-"""Rank 0 waits at the barrier of all ranks, to which rank 1 never comes; another thread ends its wait.
+"""Rank 0 waits at a barrier that rank 1 never reaches; another thread interrupts the wait.
 
-It prints what rank 0's main thread has met.
+Prints the type of the error in the main thread of rank 0, or `nothing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adaptor.waits import Waits
 from tests import waiting
 
 
-def _rank(rank: int, port: int, told: multiprocessing.Queue[str], over: multiprocessing.Event) -> None:
+def _rank(rank: int, port: int, outcomes: multiprocessing.Queue[str], over: multiprocessing.Event) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     everyone = group.of_everyone()
@@ -25,27 +25,27 @@ def _rank(rank: int, port: int, told: multiprocessing.Queue[str], over: multipro
     if rank == 1:
         over.wait()
         return
-    waits = context.part(Waits)
+    waits_part = context.part(Waits)
 
     def end() -> None:
-        waiting.until(lambda: waits.current is not None, "rank 0 waits")
-        waits.current.end()
+        waiting.until(lambda: waits_part.current is not None, "rank 0 waits")
+        waits_part.current.end()
 
     threading.Thread(target=end, daemon=True).start()
     try:
         group.barrier(everyone)
-        told.put("nothing")
+        outcomes.put("nothing")
     except RuntimeError as error:
-        told.put(type(error).__name__)
+        outcomes.put(type(error).__name__)
     over.set()
 
 
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("fork")
-    told, over = spawn.Queue(), spawn.Event()
-    ranks = [spawn.Process(target=_rank, args=(rank, int(sys.argv[1]), told, over)) for rank in (0, 1)]
+    outcomes, over = spawn.Queue(), spawn.Event()
+    ranks = [spawn.Process(target=_rank, args=(rank, int(sys.argv[1]), outcomes, over)) for rank in (0, 1)]
     for process in ranks:
         process.start()
-    print(told.get())
+    print(outcomes.get())
     for process in ranks:
         process.join()

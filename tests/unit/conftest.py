@@ -1,7 +1,7 @@
 """Unit tests: no training, real sockets and processes where they are cheap.
 
-What starts whole jobs with ttprun stands beside the unit tests of the same subject, and is an integration
-test: one by one these jobs wait longer than all unit tests take.
+A test that starts whole jobs with ttprun stands beside the unit tests of its subject and is marked as an
+integration test: run alone, these jobs take longer than all unit tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own."""
+    """Run a coroutine test in an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
@@ -44,7 +44,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _patience() -> Iterator[None]:
-    """What a save removes beside it is removed when it returns, however busy the disk."""
+    """Let a save wait for the removal of old folders, however busy the disk is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(left_overs, "REMOVAL_WAIT_S", LONG_S)
         yield
@@ -53,15 +53,15 @@ def _patience() -> Iterator[None]:
 @pytest.fixture
 def restless() -> Iterator[None]:
     """Threads take turns a thousand times as often as usual."""
-    before = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
-    sys.setswitchinterval(before)
+    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="module")
 def group_of_one() -> Iterator[None]:
-    """A job of one rank, this process, for what is collective."""
+    """Make this process a job of one rank, for tests of collective functions."""
     import torch.distributed as dist
 
     dist.init_process_group(

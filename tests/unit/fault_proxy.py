@@ -1,4 +1,4 @@
-"""An HTTP proxy before an object store that lets chosen requests fail, or holds them until it is told."""
+"""An HTTP proxy before an object store; it lets chosen requests fail or holds them until released."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _QUOTED = re.compile(b"<ETag>" + _QUOTE + b"([^<]*?)" + _QUOTE + b"</ETag>")
 
 @dataclass
 class FaultProxy:
-    """The state of the proxy: `fault` is asked at each request; `held` is set while one is held.
+    """The state of the proxy: `fault` chooses the fault of a request; `held` is set while a request is held.
 
     Attributes:
-        parts: the numbers and bytes of the parts of uploads that have come, whatever became of them
-        keys: by which requests were signed
+        parts: the numbers and bytes of the received parts of uploads, failed parts included
+        keys: the access keys with which requests were signed
     """
 
     url: str = ""

@@ -1,6 +1,7 @@
-"""One rank of a job whose process groups are exchanged: `groups_script.py PORT RANK SIZE NEWCOMER BACKEND`.
+"""One rank of a job that replaces its process groups: `groups_script.py PORT RANK SIZE NEWCOMER BACKEND`.
 
-Rank 0 of a job of SIZE keeps its process through some exchanges; a newcomer (1) makes its groups alone first.
+Rank 0 of a job of SIZE ranks keeps its process through several exchanges; a newcomer (1) first makes its
+groups without the others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def backend_of(group: Any) -> Any:
 
 
 def main(port: int, rank: int, size: int, newcomer: bool, backend: str) -> None:
-    known = context.part(groups.Groups)
-    known.remember(lone=newcomer)
+    remembered = context.part(groups.Groups)
+    remembered.remember(lone=newcomer)
     patches.load("online")
     patching.arm("online")
     if backend == "hccl":
@@ -39,44 +40,44 @@ def main(port: int, rank: int, size: int, newcomer: bool, backend: str) -> None:
     dist.init_process_group(
         backend, store=dist.PrefixStore("job", store), rank=rank, world_size=size, timeout=timeout
     )
-    made = [None, dist.new_group(list(range(size))), dist.new_group([0, size - 1])]
-    other = dist.new_group([1], backend="gloo")
-    own = backend_of(other) if rank == 1 else None
+    new_groups = [None, dist.new_group(list(range(size))), dist.new_group([0, size - 1])]
+    group_of_rank_1 = dist.new_group([1], backend="gloo")
+    backend_before = backend_of(group_of_rank_1) if rank == 1 else None
     total = size * (size + 1) / 2
     outer = size + 1 if rank in (0, size - 1) else rank + 1  # whose collective does nothing
     if newcomer:
-        told = [None] * size
-        dist.all_gather_object(told, rank)
-        assert told == [rank] * size, "alone, each rank has given the same"
+        gathered = [None] * size
+        dist.all_gather_object(gathered, rank)
+        assert gathered == [rank] * size, "alone, each rank has given the same"
         assert dist.get_backend() == backend, "who asks is told the backend that it will be"
         if rank == 1:
-            given, taken = torch.arange(3.0), torch.zeros(3)
-            dist.all_to_all_single(taken, given, group=other)
-            assert torch.equal(taken, given), "with itself alone, it speaks in earnest from the beginning"
+            sent, taken = torch.arange(3.0), torch.zeros(3)
+            dist.all_to_all_single(taken, sent, group=group_of_rank_1)
+            assert torch.equal(taken, sent), "with itself alone, it speaks in earnest from the beginning"
     else:
-        assert [summed(group) for group in made] == [total, total, outer]
+        assert [summed(group) for group in new_groups] == [total, total, outer]
         # The survivors have been through one exchange more than the newcomer.
-        known.exchange(dist.PrefixStore("first", store), "first")
-        assert [summed(group) for group in made] == [total, total, outer]
+        remembered.exchange(dist.PrefixStore("first", store), "first")
+        assert [summed(group) for group in new_groups] == [total, total, outer]
     if rank == size - 1 and not newcomer:
         print("first")
         sys.stdout.flush()
         return
     for number in range(1, 4):
-        known.exchange(dist.PrefixStore(f"exchange{number}", store), str(number))
-        assert [summed(group) for group in made] == [total, total, outer]
-        assert dist.get_process_group_ranks(made[1]) == [*range(size)]
-    assert (other is dist.GroupMember.NON_GROUP_MEMBER) == (rank != 1)
+        remembered.exchange(dist.PrefixStore(f"exchange{number}", store), str(number))
+        assert [summed(group) for group in new_groups] == [total, total, outer]
+        assert dist.get_process_group_ranks(new_groups[1]) == [*range(size)]
+    assert (group_of_rank_1 is dist.GroupMember.NON_GROUP_MEMBER) == (rank != 1)
     if rank == 1:
-        assert backend_of(other) is own, "what no other rank can break is kept"
+        assert backend_of(group_of_rank_1) is backend_before, "what no other rank can break is kept"
     assert dist.get_backend() == backend
     if backend == "hccl":
         exchanges = 2 if newcomer else 4  # with communicators; the first of a newcomer had none
-        assert len(hccl.aborted) == exchanges * (known.known - (rank == 1)), hccl.aborted
-    later = dist.new_group([0, size - 1])  # by the job's own store, under the name that all give it
-    assert summed(later) == outer
-    known.exchange(dist.PrefixStore("last", store), "last")
-    assert summed(later) == outer
+        assert len(hccl.aborted) == exchanges * (remembered.known - (rank == 1)), hccl.aborted
+    late_group = dist.new_group([0, size - 1])  # by the job's own store, under the name that all give it
+    assert summed(late_group) == outer
+    remembered.exchange(dist.PrefixStore("last", store), "last")
+    assert summed(late_group) == outer
     pair(dist.PrefixStore("pair", store), rank, size)
     dist.barrier()
     print("done")
@@ -114,11 +115,11 @@ def pair(store: dist.Store, rank: int, size: int) -> None:
 
 
 def _states(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return [made for weight in weights for made in (torch.empty(()), *(torch.empty(weight.shape),) * 2)]
+    return [tensor for weight in weights for tensor in (torch.empty(()), *(torch.empty(weight.shape),) * 2)]
 
 
 class Given:
-    """What the first rank gives."""
+    """The state that the first rank sends."""
 
     from adaptor.devices.device import HOST as device
 

@@ -1,4 +1,4 @@
-"""Starts ttprun in tests, each as a fork of one process (the zygote), which has ttprun and torch imported."""
+"""Starts ttprun in tests as forks of one process (the zygote) that has imported ttprun and torch."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Launcher:
         self.folder = folder
         self._zygote = zygote
         self._log = folder / "log"
-        mine = ("TTP", "TORCHELASTIC", "RANK", "WORLD_SIZE", "MASTER_")
-        self._env = {k: v for k, v in os.environ.items() if not any(name in k for name in mine)}
+        prefixes = ("TTP", "TORCHELASTIC", "RANK", "WORLD_SIZE", "MASTER_")
+        self._env = {k: v for k, v in os.environ.items() if not any(name in k for name in prefixes)}
         self._env.update(PYTHONPATH=str(ROOT), SEEN=str(folder / "seen"), OMP_NUM_THREADS="1")
 
     def _ask(self, **line: Any) -> int:
@@ -78,20 +78,20 @@ class Launcher:
             _charged.append(seconds)
         return int(answer)
 
-    def start(self, *argv: str, before: str = "", **env: str) -> int:
+    def start(self, *argv: str, prelude: str = "", **env: str) -> int:
         self._log.touch()  # who reads it may be faster than ttprun
         return self._ask(
-            argv=argv, cwd=str(self.folder), env={**self._env, **env}, log=str(self._log), before=before
+            argv=argv, cwd=str(self.folder), env={**self._env, **env}, log=str(self._log), prelude=prelude
         )
 
     def wait(self, pid: int, code: int | None = None) -> Ended:
-        """Return a ttprun that has ended; `code`: its expected exit code, None: any."""
-        ended = Ended(self._ask(wait=pid), self.log)
-        assert code in (None, ended.code), f"{ended.code}: {ended.log}"
-        return ended
+        """Wait until a ttprun has ended; return its result. `code`: the expected exit code; None: any."""
+        result = Ended(self._ask(wait=pid), self.log)
+        assert code in (None, result.code), f"{result.code}: {result.log}"
+        return result
 
-    def run(self, *argv: str, before: str = "", code: int | None = None, **env: str) -> Ended:
-        return self.wait(self.start(*argv, before=before, **env), code)
+    def run(self, *argv: str, prelude: str = "", code: int | None = None, **env: str) -> Ended:
+        return self.wait(self.start(*argv, prelude=prelude, **env), code)
 
     @property
     def log(self) -> str:
@@ -110,7 +110,7 @@ _charged: list[float] = []  # CPU seconds of the zygote's forks
 
 @functools.cache
 def _started_zygote() -> subprocess.Popen[str]:
-    """One for every file that imports the fixture."""
+    """Return the zygote of this process, shared by all test files."""
     process = Warm(
         [sys.executable, str(Path(__file__).with_name("zygote.py"))],
         stdin=subprocess.PIPE,
@@ -154,7 +154,7 @@ def interrupt():
 
 
 def interrupted_in_import(program_of: str, module: str) -> str:
-    """Return a program whose `main` gets Ctrl-C at the moment in which it imports `module`."""
+    """Return a program whose `main` gets Ctrl-C while it imports `module`."""
     return (
         "import _signal, sys\n"  # `signal` is one of those that may not be there yet
         # A shell may have had it ignored.
@@ -171,8 +171,8 @@ def interrupted_in_import(program_of: str, module: str) -> str:
 def run_here(
     folder: Path, *command: str, code: int | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    mine = ("TTP", "TORCHELASTIC", "PYTHONPATH")
-    clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
+    prefixes = ("TTP", "TORCHELASTIC", "PYTHONPATH")
+    clean = {name: value for name, value in os.environ.items() if not any(word in name for word in prefixes)}
     env = {**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env}
     return captured(command, code=code, cwd=folder, env=env)
 
@@ -186,31 +186,31 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 WAIT = "import threading\nthreading.Event().wait(600)"
 
 
-def starts(ended: Ended) -> int:
-    """How often the script has run, which says so."""
-    return ended.log.splitlines().count("start")
+def starts(result: Ended) -> int:
+    """Return how many times the script, which prints `start`, has run."""
+    return result.log.splitlines().count("start")
 
 
 def start_two(
-    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0, before: tuple[str, str] = ("", "")
+    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0, prelude: tuple[str, str] = ("", "")
 ) -> tuple[list[Launcher], list[int]]:
-    """Two agents with a worker each; the store is with agent `host`; each runs its part of `before` first."""
+    """Start two agents with a worker each; the store is with agent `host`; each runs its `prelude` first."""
     port, store = free_ports(2)
     nodes, started = [], []
     for number in (0, 1):
         (folder / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, folder / f"node{number}"))
-        where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+        rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
         host_or_not = ("--rdzv-conf", f"is_host={number == host}")
         options = ("--max-restarts", "2", "--ttp-port", str(port), "--monitor-interval", "0.05")
         script = node.script(text)
-        started.append(node.start(*where, *host_or_not, *options, script, before=before[number]))
+        started.append(node.start(*rendezvous, *host_or_not, *options, script, prelude=prelude[number]))
     return nodes, started
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ttprun writes into the environment is undone."""
+    """Undo the changes of ttprun to the environment."""
     for setting in config.settings():
         monkeypatch.setenv(setting.variable, "")
         monkeypatch.delenv(setting.variable)

@@ -1,8 +1,8 @@
 """One rank of a group whose ranks mirror each other: `mirror_script.py STORE RANK SIZE CLASS STRIDE`.
 
-The shards are uneven, one is empty. After every step the copy is compared with what its owner has, bit for
-bit, over another way than the one that is tested: all ranks tell everything to all. torch.distributed is what
-it is in a job on a CPU.
+The shards are uneven, and one is empty. After every step each copy is compared bit for bit with the state of
+its owner, which reaches all ranks by a collective and not by the mirror. torch.distributed is the one of a
+CPU job.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return out
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(one.dtype == other.dtype and torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return bool(left.dtype == right.dtype and torch.equal(left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right)
 
 
 def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -> None:
@@ -93,7 +93,7 @@ def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -
 
 
 def require_few_copies(profiled: profile, optimizer: torch.optim.Optimizer) -> None:
-    """Most of a large gradient is sent from its memory; what shares a message with others is copied once."""
+    """Assert that a large gradient is sent from its own memory; small tensors are copied once."""
     grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
     if not any(grad is not None and grad.numel() > 10 * ring.CHUNK for grad in grads):
         return
@@ -110,25 +110,27 @@ def main() -> None:
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    where = [ParamPiece(0, number % 2, 9 - number, 9 - number + p.numel()) for number, p in enumerate(params)]
-    mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
+    pieces = [
+        ParamPiece(0, number % 2, 9 - number, 9 - number + p.numel()) for number, p in enumerate(params)
+    ]
+    mirror = Mirror(optimizer, pieces, Ring(dist.group.WORLD, stride), torch.device("cpu"))
     compared = 0
     for number in range(8):
         if number == 4:  # as after a load: a new copy of a state that is there
-            mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
+            mirror = Mirror(optimizer, pieces, Ring(dist.group.WORLD, stride), torch.device("cpu"))
         if number != 5:  # a step that is skipped
             step(optimizer, mirror, number)
         everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, (tensors_of(optimizer), where, params))
+        dist.all_gather_object(everyone, (tensors_of(optimizer), pieces, params))
         theirs, places, values = everyone[mirror.index]
         assert same(tensors_of(mirror.optimizer), theirs), (rank, number)
         for bucket in (0, 1):
-            held = [(start, end, parts["param"]) for start, end, parts in mirror.shard(0, bucket)]
-            there = [
+            copied = [(start, end, parts["param"]) for start, end, parts in mirror.shard(0, bucket)]
+            owned = [
                 (p.start, p.end, value) for p, value in zip(places, values, strict=True) if p.bucket == bucket
             ]
-            assert [part[:2] for part in held] == [part[:2] for part in there]
-            assert all(torch.equal(a[2], b[2]) for a, b in zip(held, there, strict=True))
+            assert [part[:2] for part in copied] == [part[:2] for part in owned]
+            assert all(torch.equal(a[2], b[2]) for a, b in zip(copied, owned, strict=True))
         compared += 1
     assert mirror.nbytes == 16 * sum(SIZES[mirror.index % len(SIZES)])
     dist.barrier()

@@ -69,18 +69,19 @@ def open_descriptors(pid: int) -> dict[str, str]:
 
 
 def controller_host_of(node: Node) -> ControllerHost:
-    """Return the controller's host of a node that has it."""
+    """Return the controller host of the node that runs the controller."""
     assert node.control.controller_host is not None
     return node.control.controller_host
 
 
 class Worker:
-    """A child process with the script, started as torch elastic starts it; or a spare that becomes one.
+    """A child process with the script, started as torch elastic starts workers; or a spare that becomes a
+    worker.
 
     Args:
-        added: additions to its environment.
+        added: additions to the environment of the process.
         program: the program that runs the script.
-        start: `Warm`, or `subprocess.Popen` if the process must not have torch imported.
+        start: `Warm`, or `subprocess.Popen` for a process without torch.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def environment(**added: str) -> dict[str, str]:
 
 
 class Starter:
-    """Starts workers that replace those of a job, as `starter.Starter` does for torch's."""
+    """Starts replacement workers of a job, as `starter.Starter` does for torch's agent."""
 
     of_a_rank = ("RANK",)
     of_all_ranks: dict[str, str] = {}  # noqa: RUF012

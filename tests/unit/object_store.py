@@ -45,7 +45,7 @@ def server() -> Iterator[str]:
 
 
 def _connected() -> socket.socket:
-    """Connect to the process that forks servers (`s3_servers.py`): one for all workers of pytest-xdist."""
+    """Connect to the process that forks S3 servers (`s3_servers.py`), shared by all pytest workers."""
     tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     name = f"\0ttp-test-s3-{tests}"
     connection = socket.socket(socket.AF_UNIX)
@@ -63,7 +63,7 @@ def _connected() -> socket.socket:
 
 
 def _start(listener: socket.socket, tests: int) -> None:
-    """Start it; it ends with the tests, not with the test that has started it."""
+    """Start the server process; it ends with the test session, not with the first test."""
     command = [sys.executable, str(Path(__file__).with_name("s3_servers.py")), str(tests)]
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Another user of this machine, for tests of what one may not do: a child that changes to `nobody`."""
+"""Run code as another user of this machine (`nobody`), for tests of permissions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGIN = f"import os, socket, sys\nos.setgroups([]); os.setgid({NOBODY}); os.set
 
 @contextmanager
 def other_user(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `code` as another user, with its standard input and output at hand; it is ended in the end."""
+    """Run `code` as another user with pipes to its standard input and output; end the child at the end."""
     if os.getuid() != 0:
         pytest.skip("only root can play another user")
     child = subprocess.Popen(
@@ -35,7 +35,7 @@ def other_user(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def said_by_other_user(code: str, *arguments: str) -> str:
-    """Return all that `code` prints as another user, up to its own end."""
+    """Return all output of `code`, run as another user until it ends."""
     with other_user(code, *arguments) as child:
         assert child.stdout is not None
         return child.stdout.read()

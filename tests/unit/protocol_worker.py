@@ -1,10 +1,10 @@
-"""A worker that speaks the protocol and trains nothing; it replaces `launchers/agent/worker_main.py`.
+"""A worker that speaks the protocol and trains nothing; replaces `launchers/agent/worker_main.py`.
 
-    protocol_worker.py SCRIPT SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
+protocol_worker.py SCRIPT SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
 
-It reads from stdin as `worker_script.py` does: `begin`, `step`, `raise`, `exit`; it prints `recovered STEP`
-when all go on. TTP_TEST_NEWCOMER says what becomes of a process that takes the place of another one: `ends`
-at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE. With TTP_TEST_DUMP=fails nobody
+Commands come on stdin as for `worker_script.py`: `begin`, `step`, `raise`, `exit`. The worker prints
+`recovered STEP` when all ranks continue. TTP_TEST_NEWCOMER chooses the fate of a replacement process: `ends`
+at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE. With TTP_TEST_DUMP=fails no rank
 can write.
 """
 

@@ -1,7 +1,7 @@
 """A rank of a job with other tensor parallel sizes than its checkpoint: `STORE RANK SIZE SAVE [DIES AFTER]`.
 
-Rank DIES is killed before it writes, when the file AFTER of the save folder is there. Prints why the rank was
-refused, if it was.
+Rank DIES is killed before it writes, once the save folder has the file AFTER. A rank that is refused prints
+the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank of a job that resumes again and again: `STORE RANK SIZE LOAD SAVE [LOAD SAVE ...]`.
+"""One rank of a job that resumes several times: `STORE RANK SIZE LOAD SAVE [LOAD SAVE ...]`.
 
-Prints a line of JSON for each time: the files that this rank has read, and why it was refused, if it was.
-A file that is named in SETUP is run before: it may let the disk of a node be in trouble. With OF_FRAMEWORK
-the folder is chosen as for Megatron-LM, and it is printed.
+Prints a line of JSON for each resume: the files that this rank has read, and the reason if it was refused.
+The code in the file SETUP runs first; it may make the disk of a node fail. With OF_FRAMEWORK the folder is
+chosen as for Megatron-LM and printed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Imports moto once, then is an S3 server of its own, in a fork of itself, for each connection to its stdin.
+"""Imports moto once; then forks an S3 server for each connection to stdin, a listening socket.
 
-`s3_servers.py PID`; stdin is a listening socket. The answer is the port of the server. When the other side
-has no more to send, the server ends, and its last word is its CPU seconds, those of the imports with the
-first. All end with the process PID, which runs the tests.
+`s3_servers.py PID`. Each connection gets the port of its server. When the client closes its side, the server
+sends its CPU seconds (the first one includes the imports) and ends. All servers end with the process PID,
+which runs the tests.
 """
 
 from __future__ import annotations

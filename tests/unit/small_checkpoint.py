@@ -116,7 +116,7 @@ def write(
     """Write the checkpoint of STEP below `root`, with a manifest; return the weights.
 
     Args:
-        shape: the sizes of its model.
+        shape: the sizes of the model.
         rng_state: with random states.
         described: the optimizer's layout matches no rule, and a layout file describes it.
         changes: stored arguments.
@@ -167,7 +167,7 @@ def write(
 
 
 def layout(shape: Shape, starts: Mapping[str, int], numel: int, **changes: Any) -> bytes:
-    """The layout of its only rank as the framework describes it: params begin at `starts`."""
+    """Return the layout of the only rank as the framework describes it; params begin at `starts`."""
     entries = []
     for name, size in _shapes(shape).items():
         cut = rules.cut_of(name, gated=True)

@@ -1,4 +1,4 @@
-"""The modules that ship, for tests that read them."""
+"""The shipped modules, for tests that read source code."""
 
 from __future__ import annotations
 

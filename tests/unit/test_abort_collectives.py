@@ -1,4 +1,4 @@
-"""Waking threads that wait for peers, in a child process since it shuts any TCP connection of its process."""
+"""Waking threads that wait for peers; in a child process, because all its TCP connections are shut."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ os._exit(0)
 
 
 def test_a_reduce_scatter_that_fails_raises_by_itself() -> None:
-    """Its work never completes: its exception was once taken for a timeout."""
+    """Check that the work raises its own exception, which was once taken for a timeout."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = warm.run([sys.executable, "-c", REDUCE_SCATTER], env=environment)
     assert ran.stdout.split() == ["RuntimeError"], ran.stderr[-3000:]

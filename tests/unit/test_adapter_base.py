@@ -166,7 +166,7 @@ def test_last_words_have_the_note_beside_the_model(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_which_checkpoints_have_adapters_alone(options: dict[str, Any], expected: bool) -> None:
+def test_checkpoints_with_adapters_alone_are_recognised(options: dict[str, Any], expected: bool) -> None:
     assert adapter_base.is_filtered(Namespace(**options)) is expected
     assert [name for name in ("a.lora_A.default.weight", "a.weight") if adapter_base.is_kept(name)] == [
         "a.lora_A.default.weight"

@@ -42,7 +42,7 @@ HELLO = AgentHello(1, (1,))
 
 
 class Open:
-    """A gate that is open, what it counted, and who came through."""
+    """An open listener, the counts of rejected connections, and the agents that were accepted."""
 
     def __init__(self, certificates: Tls | None) -> None:
         self.rejected = Rejected("the gate")
@@ -65,19 +65,19 @@ class Open:
         writer.close()
 
     async def counts(self, **expected: int) -> None:
-        """Until so many were counted for the reasons that begin with these words."""
-        for words, number in expected.items():
-            reason = words.replace("_", " ")
+        """Wait until so many connections were rejected for the reasons that begin with the names."""
+        for name, number in expected.items():
+            reason = name.replace("_", " ")
             await self.rejected.changes.until(lambda: self._counted(reason) >= number)  # noqa: B023
             assert self._counted(reason) == number
 
-    def _counted(self, words: str) -> int:
-        return sum(number for what, number in self.rejected.counted.items() if what.startswith(words))
+    def _counted(self, prefix: str) -> int:
+        return sum(number for reason, number in self.rejected.counted.items() if reason.startswith(prefix))
 
 
 @asynccontextmanager
 async def gate(certificates: Tls | None = None, limit_s: float = LONG_S) -> AsyncIterator[Open]:
-    """An open gate, which is closed at the end; what is done there takes at most `limit_s`."""
+    """Yield an open listener, closed at the end; the body may take at most `limit_s`."""
     opened = Open(certificates)
     try:
         async with wire.deadline(limit_s):
@@ -93,28 +93,28 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def ours(authority: Authority) -> Tls:
-    made = credentials.load(config.load(authority.settings()))
-    assert made is not None
-    return made
+def own_tls(authority: Authority) -> Tls:
+    certificates = credentials.load(config.load(authority.settings()))
+    assert certificates is not None
+    return certificates
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+def foreign_tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """With the same names in them, of another signer."""
-    made = credentials.load(
+    certificates = credentials.load(
         config.load(Authority(tmp_path_factory.mktemp("certificates") / "theirs").settings())
     )
-    assert made is not None
-    return made
+    assert certificates is not None
+    return certificates
 
 
 async def connects_in_vain(
     port: int, secret: bytes, certificates: Tls | None, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """Connect where an answer comes at once and is wrong; return what is said when the time is over.
+    """Connect to a port that answers at once and wrongly; return the message of the StartError.
 
-    There is more time where it was over before the first answer: this process has not run meanwhile.
+    The time limit grows while this process was too slow to receive the first answer.
     """
     for limit_s in (0.5, 5.0, LONG_S):
         monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", limit_s)
@@ -130,35 +130,35 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, A
 
 @asynccontextmanager
 async def somebody_else(answer: Answer) -> AsyncIterator[int]:
-    """Listens at a port; its connections have ended before the loop does, which would leave them open."""
-    here: set[asyncio.StreamWriter] = set()
+    """Listen at a port; all connections have ended before the event loop ends."""
+    writers: set[asyncio.StreamWriter] = set()
     changes = Changes()
 
     async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        here.add(writer)
+        writers.add(writer)
         try:
             await answer(reader, writer)
         finally:
             writer.close()
-            here.discard(writer)
+            writers.discard(writer)
             changes.tell()
 
     port = free_port()
     server = await asyncio.start_server(each, "127.0.0.1", port)
     yield port
     server.close()
-    await changes.until(lambda: not here)
+    await changes.until(lambda: not writers)
 
 
 async def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns nothing, not even a proof of the controller's."""
+    """An agent with a wrong secret learns nothing, not even a proof of the controller."""
     async with gate() as opened:
         agent = await Agent.connect(opened.port)
         agent.writer.write(secrets.token_bytes(64))
         assert len(await agent.reader.read(100)) == 32
         assert await agent.is_shut_out()
-        said = await connects_in_vain(opened.port, bytes(32), None, monkeypatch)
-        assert f"at 127.0.0.1 port {opened.port} cannot be reached: it shuts" in said
+        message = await connects_in_vain(opened.port, bytes(32), None, monkeypatch)
+        assert f"at 127.0.0.1 port {opened.port} cannot be reached: it shuts" in message
         await opened.passes()
         assert opened.came == [HELLO]
         assert opened._counted("did not know the secret") >= 2
@@ -173,58 +173,60 @@ async def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) 
         await reader.read()
 
     async with somebody_else(answer) as port:
-        said = await connects_in_vain(port, SECRET, None, monkeypatch)
-        assert "does not know the secret of this job" in said
+        message = await connects_in_vain(port, SECRET, None, monkeypatch)
+        assert "does not know the secret of this job" in message
 
 
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = await connects_in_vain(free_port(), SECRET, None, monkeypatch)
-    assert re.search(r"cannot be reached: .*Connect call failed.* --local-addr", said)
+    message = await connects_in_vain(free_port(), SECRET, None, monkeypatch)
+    assert re.search(r"cannot be reached: .*Connect call failed.* --local-addr", message)
 
 
-@pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
-async def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent goes on to the next node, but not because all the others came at the same time."""
+@pytest.mark.parametrize("kind", ["nobody", "silent", "stranger", "crowded"])
+async def test_the_gate_of_a_node_that_may_be_gone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent goes on to the next node, unless this node was only crowded by other agents."""
     monkeypatch.setattr(agent_connections, "PAUSE_S", 0.01)
     monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", LONG_S)
-    monkeypatch.setattr(agent_connections, "PROOF_S", IN_VAIN_S if who == "silent" else LONG_S)
+    monkeypatch.setattr(agent_connections, "PROOF_S", IN_VAIN_S if kind == "silent" else LONG_S)
     came: Arrivals[int] = Arrivals()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         came.append(1)
-        if who == "stranger":
+        if kind == "stranger":
             writer.write(secrets.token_bytes(64))
         elif len(came) == 3:
             await wire.prove_controller(reader, writer, SECRET)
-        if who != "crowded":
+        if kind != "crowded":
             await reader.read()
 
-    if who == "nobody":
+    if kind == "nobody":
         assert await try_connect("127.0.0.1", free_port(), SECRET, None) is None
         return
-    expected = 3 if who == "crowded" else 1
+    expected = 3 if kind == "crowded" else 1
     async with somebody_else(answer) as port:
-        found = await try_connect("127.0.0.1", port, SECRET, None)
-        assert (found is not None) == (who == "crowded")
+        connection = await try_connect("127.0.0.1", port, SECRET, None)
+        assert (connection is not None) == (kind == "crowded")
         # Who falls silent may not even have been accepted.
         await came.changes.until(lambda: len(came) >= expected)
         assert len(came) == expected
-        if found is not None:
-            found[1].close()
+        if connection is not None:
+            connection[1].close()
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 async def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.FixtureRequest) -> None:
-    """Its kernel takes the connection; its process comes to it when a dead machine would be given up."""
-    certificates = request.getfixturevalue("ours") if with_tls else None
+    """The kernel accepts the connection; the busy process answers only after the time limit for a dead
+    machine.
+    """
+    certificates = request.getfixturevalue("own_tls") if with_tls else None
 
     async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pass
 
     async with wire.deadline(LONG_S):
         loop = asyncio.get_running_loop()
-        now, queued = [loop.time()], asyncio.Event()
-        loop.time = lambda: now[0]  # type: ignore[method-assign]  # nothing is too late but by this test
+        clock, queued = [loop.time()], asyncio.Event()
+        loop.time = lambda: clock[0]  # type: ignore[method-assign]  # nothing is too late but by this test
         listeners = agent_connections.bind("127.0.0.1", 0)
         coming = asyncio.ensure_future(
             try_connect("127.0.0.1", listeners[0].getsockname()[1], SECRET, certificates)
@@ -234,15 +236,15 @@ async def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.F
         loop.remove_reader(listeners[0])
         for _ in range(10):  # the agent sees that the kernel has taken it
             await asyncio.sleep(0)
-        now[0] += failover.TRY_CONNECT_TIMEOUT_S + 0.5
+        clock[0] += failover.TRY_CONNECT_TIMEOUT_S + 0.5
         for _ in range(10):  # what is too late ends
             await asyncio.sleep(0)
         rejected = Rejected("the gate")
         listener = AgentListener(SECRET, certificates, rejected, welcome, read_hello)
         listener.serve(listeners)
-        found = await coming
-        assert found is not None
-        found[1].close()
+        connection = await coming
+        assert connection is not None
+        connection[1].close()
         await listener.close()
         rejected.close()
 
@@ -282,7 +284,7 @@ async def test_a_replay_does_not_pass() -> None:
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20], ids=len)
 async def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> None:
-    certificates = request.getfixturevalue("ours") if with_tls else None
+    certificates = request.getfixturevalue("own_tls") if with_tls else None
     async with gate(certificates) as opened:
         stranger = await Agent.connect(opened.port)
         stranger.writer.write(noise)
@@ -294,7 +296,7 @@ async def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureReques
 
 
 async def test_a_port_scan(many_descriptors: int) -> None:
-    """Connections that are there and gone, half of them with a reset: each is counted, and costs nothing."""
+    """Connections that end at once, half of them by a reset: each is counted and leaves no state behind."""
     async with gate() as opened:
         reset = struct.pack("ii", 1, 0)
         for number in range(1000):
@@ -311,7 +313,9 @@ async def test_a_port_scan(many_descriptors: int) -> None:
 
 
 async def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
+    """A silent client, a slow one and one with the secret but no hello share one time limit for the
+    handshake.
+    """
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
     async with gate() as opened:
         silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
@@ -323,24 +327,24 @@ async def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
                 await asyncio.sleep(IN_VAIN_S / 20)  # a proof has three times as many bytes
 
         task = asyncio.ensure_future(trickle())
-        for each in (silent, slow):
-            await each.reader.readexactly(32)
-        for each in (silent, slow, proved):
-            assert await each.is_shut_out()
-            await each.close()
+        for agent in (silent, slow):
+            await agent.reader.readexactly(32)
+        for agent in (silent, slow, proved):
+            assert await agent.is_shut_out()
+            await agent.close()
         task.cancel()
         await opened.counts(had_not_proved=3)
 
 
 async def test_a_slow_stranger_in_a_tls_handshake_is_dropped(
-    ours: Tls, monkeypatch: pytest.MonkeyPatch
+    own_tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent, or a byte of its first message at a time."""
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
     memory_bio = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
-        ours.contexts.client.wrap_bio(ssl.MemoryBIO(), memory_bio).do_handshake()
-    async with gate(ours) as opened:
+        own_tls.contexts.client.wrap_bio(ssl.MemoryBIO(), memory_bio).do_handshake()
+    async with gate(own_tls) as opened:
         silent, slow = [await Agent.connect(opened.port) for _ in range(2)]
 
         async def trickle() -> None:
@@ -349,9 +353,9 @@ async def test_a_slow_stranger_in_a_tls_handshake_is_dropped(
                 await asyncio.sleep(0.05)
 
         task = asyncio.ensure_future(trickle())
-        for each in (silent, slow):
-            assert await each.is_shut_out()
-            await each.close()
+        for agent in (silent, slow):
+            assert await agent.is_shut_out()
+            await agent.close()
         task.cancel()
         await opened.counts(had_not_proved=2)
         assert opened.came == []
@@ -359,11 +363,11 @@ async def test_a_slow_stranger_in_a_tls_handshake_is_dropped(
 
 @pytest.fixture
 def many_descriptors() -> Iterator[int]:
-    """How many connections this process may make to itself; up to some thousands."""
+    """Allow more descriptors; yield how many connections this process may make to itself, at most 3000."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 10_000 if hard == resource.RLIM_INFINITY else min(hard, 10_000)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    yield min(3000, wanted - 1000)
+    limit = 10_000 if hard == resource.RLIM_INFINITY else min(hard, 10_000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    yield min(3000, limit - 1000)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -371,7 +375,7 @@ def many_descriptors() -> Iterator[int]:
 async def test_thousands_of_half_open_connections(
     with_tls: bool, many_descriptors: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    certificates = request.getfixturevalue("ours") if with_tls else None
+    certificates = request.getfixturevalue("own_tls") if with_tls else None
     limit_s = 4 * LONG_S  # some seconds of computing, of which a loaded machine makes a minute
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", limit_s)  # nobody is dropped for being slow
 
@@ -394,7 +398,7 @@ async def test_thousands_of_half_open_connections(
 
 
 async def test_no_descriptors_are_left() -> None:
-    """Strangers give theirs back; an agent knocks until there is one."""
+    """Connections of strangers free their descriptors; an agent retries until it gets a descriptor."""
     async with gate() as opened:
         silent = [await Agent.connect(opened.port) for _ in range(5)]
         for stranger in silent:
@@ -416,7 +420,7 @@ async def test_no_descriptors_are_left() -> None:
 
 
 class Lines(logging.Handler):
-    """What is said to a logger; pytest's own may hear it twice."""
+    """Collects the lines of a logger; pytest's own handler may receive them twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +436,7 @@ async def test_one_line_for_all_strangers(
     log = Lines()
     monkeypatch.setattr(logging.getLogger("adaptor"), "handlers", [log])
     monkeypatch.setattr(rejected_module, "LINE_S", 0.5)
-    begun = time.monotonic()
+    start = time.monotonic()
     with caplog.at_level(logging.INFO, "adaptor"):
         async with gate() as opened:
             for _ in range(100):
@@ -444,7 +448,7 @@ async def test_one_line_for_all_strangers(
             last = await Agent.connect(opened.port)
             await last.close()
             await opened.counts(went_without=1)
-    took = time.monotonic() - begun
+    took = time.monotonic() - start
     assert log.heard[-1] == (
         "101 rejected connections at the gate so far: 100 did not know the secret, 1 went without a proof"
     )
@@ -455,22 +459,22 @@ async def test_one_line_for_all_strangers(
 # TLS
 
 
-async def test_an_agent_with_a_certificate(ours: Tls) -> None:
-    async with gate(ours) as opened:
-        await opened.passes(ours)
+async def test_an_agent_with_a_certificate(own_tls: Tls) -> None:
+    async with gate(own_tls) as opened:
+        await opened.passes(own_tls)
         assert not opened.rejected.counted
 
 
-async def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
+async def test_only_tls_13_is_spoken(authority: Authority, own_tls: Tls) -> None:
     """Whoever has a certificate and can speak no newer one than 1.2 is refused, on either side."""
     older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     older.check_hostname = False
     older.load_verify_locations(authority.settings()["TTP_TLS_CA"])
     older.load_cert_chain(authority.settings()["TTP_TLS_CERT"], authority.settings()["TTP_TLS_KEY"])
     older.maximum_version = ssl.TLSVersion.TLSv1_2
-    current = ours.contexts
+    current = own_tls.contexts
     assert current.client.minimum_version == current.server.minimum_version == ssl.TLSVersion.TLSv1_3
-    async with gate(ours) as opened:
+    async with gate(own_tls) as opened:
         agent = await Agent.connect(opened.port, current.client)
         assert agent.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         await agent.close()
@@ -480,12 +484,12 @@ async def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
         assert opened.came == []
 
 
-async def test_a_certificate_of_another_signer(ours: Tls, theirs: Tls) -> None:
+async def test_a_certificate_of_another_signer(own_tls: Tls, foreign_tls: Tls) -> None:
     """Each side refuses the other's, whatever the secret; the agent says why, at once."""
-    async with gate(ours) as opened:
+    async with gate(own_tls) as opened:
         with pytest.raises(StartError, match="cannot be reached: certificate"):
-            await connect("127.0.0.1", opened.port, SECRET, theirs)
-        await opened.passes(ours)
+            await connect("127.0.0.1", opened.port, SECRET, foreign_tls)
+        await opened.passes(own_tls)
         assert opened.came == [HELLO]
 
 
@@ -500,10 +504,10 @@ class Fixed(Tls):
 
 
 async def test_the_controller_refuses_a_certificate_of_another_signer(
-    authority: Authority, theirs: Tls, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, foreign_tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that believes anyone, without a certificate and with one."""
-    async with gate(theirs) as opened:
+    """Agents that accept any controller certificate: without a certificate and with one."""
+    async with gate(foreign_tls) as opened:
         credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         credulous.check_hostname = False
         credulous.verify_mode = ssl.CERT_NONE
@@ -511,8 +515,8 @@ async def test_the_controller_refuses_a_certificate_of_another_signer(
             if loaded:
                 files = authority.settings("stranger")
                 credulous.load_cert_chain(files["TTP_TLS_CERT"], files["TTP_TLS_KEY"])
-            said = await connects_in_vain(opened.port, SECRET, Fixed(credulous), monkeypatch)
-            assert "TTP_TLS_CA must mean the same on every node" in said
+            message = await connects_in_vain(opened.port, SECRET, Fixed(credulous), monkeypatch)
+            assert "TTP_TLS_CA must mean the same on every node" in message
         assert opened._counted("had no certificate of this job") >= 2
         assert opened.came == []
 
@@ -521,7 +525,7 @@ async def test_the_controller_refuses_a_certificate_of_another_signer(
     "B4", "every certificate of the job is replaced while it trains", "those made later are used from then on"
 )
 async def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another signer, even: who comes afterwards has the new ones; a connection that is open stays."""
+    """Agents that connect later use the renewed certificates, even of another signer; others stay."""
     monkeypatch.setattr(credentials, "READ_S", LONG_S)
     signers = [Authority(tmp_path / name) for name in ("old", "new")]
     ends = "CERT", "KEY", "CA"
@@ -530,33 +534,33 @@ async def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     signed = [signer.settings() for signer in signers]
     for end in ends:
         shutil.copy(signed[0][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
-    here = credentials.load(config.load(files))
+    controller_tls = credentials.load(config.load(files))
     old, new = (credentials.load(config.load(settings)) for settings in signed)
-    async with gate(here) as opened:
-        before = await connect("127.0.0.1", opened.port, SECRET, old)
+    async with gate(controller_tls) as opened:
+        connection = await connect("127.0.0.1", opened.port, SECRET, old)
         for end in ends:
             shutil.copy(signed[1][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
         await opened.passes(new)
-        await opened.passes(here)
+        await opened.passes(controller_tls)
         with pytest.raises(StartError, match="cannot be reached: certificate"):
             await connect("127.0.0.1", opened.port, SECRET, old)
-        before[1].write(wire.frame(HELLO))
-        assert await before[0].readexactly(7) == b"welcome"
-        before[1].close()
+        connection[1].write(wire.frame(HELLO))
+        assert await connection[0].readexactly(7) == b"welcome"
+        connection[1].close()
 
 
-async def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gate(ours) as opened:
-        said = await connects_in_vain(opened.port, bytes(32), ours, monkeypatch)
-        assert "it shuts the connection" in said
+async def test_the_secret_is_asked_for_inside_of_tls(own_tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gate(own_tls) as opened:
+        message = await connects_in_vain(opened.port, bytes(32), own_tls, monkeypatch)
+        assert "it shuts the connection" in message
         assert opened.came == []
 
 
-async def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_side_speaks_tls(own_tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gate() as opened:
-        said = await connects_in_vain(opened.port, SECRET, ours, monkeypatch)
-        assert "cannot be reached: TLS: " in said
-    async with gate(ours) as opened:  # both sides wait for the other to begin
+        message = await connects_in_vain(opened.port, SECRET, own_tls, monkeypatch)
+        assert "cannot be reached: TLS: " in message
+    async with gate(own_tls) as opened:  # both sides wait for the other to begin
         monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):
             await connect("127.0.0.1", opened.port, SECRET, None)

@@ -1,6 +1,4 @@
-"""A checkpoint whose state differs from its holders' agreement is refused when it is written, and when it is
-loaded.
-"""
+"""Refusal of a checkpoint whose state differs from its holders' agreement, at write and at load."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def _held(ranks: list[Rank]) -> list[HeldState]:
 
 
 def _rounded(rank: Rank) -> Rank:
-    """Give the model the weights that its main params round to, as after an update."""
+    """Give the model the rounded main params as its weights, as after an update."""
     full_params = whole_state()["param"]
     with torch.no_grad():
         rank.optimizer.buffers[0].param_data.copy_(full_params)
@@ -201,7 +199,7 @@ class _Results:
 
 
 def _last_words(tmp_path: Path, lie: Lie, *, in_place: bool) -> None:
-    """Let a holder send other tensors than those it summed."""
+    """Write last words for which a holder sends other tensors than it summed."""
     root = publish.prepare(tmp_path, STEP)
     folder = root if in_place else None
 
@@ -252,7 +250,7 @@ def test_tensors_that_differ_from_memory_are_refused(tmp_path: Path, lie: Lie, w
 
 @pytest.mark.usefixtures("rank_0", "armed")
 @pytest.mark.parametrize("way", WAYS)
-def test_the_manifest_has_the_state_on_which_the_holders_agreed(tmp_path: Path, way: str) -> None:
+def test_the_manifest_has_the_agreed_state(tmp_path: Path, way: str) -> None:
     WAYS[way](tmp_path, _true)
     saved = manifest.read(tmp_path / naming.final_name(STEP))
     expected = agree(STEP, _held(_ranks(2)))

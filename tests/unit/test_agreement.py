@@ -23,11 +23,11 @@ __all__ = ["clean", "zygote"]
 def _compare(*nodes: dict[str, str]) -> list[str]:
     store = HashStore()
     with ThreadPoolExecutor(len(nodes)) as threads:
-        asked = [
+        answers = [
             threads.submit(agreement.compare, store, node, len(nodes), facts)
             for node, facts in enumerate(nodes)
         ]
-        return [each.result() for each in asked]
+        return [answer.result() for answer in answers]
 
 
 def test_all_nodes_are_told_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,21 +53,21 @@ def test_a_large_job_is_told_in_one_short_line() -> None:
     assert len(line) < 500
 
 
-@pytest.mark.parametrize("said", [None, "", '{"host": 1}'], ids=["nothing", "empty", "something else"])
-def test_a_node_without_facts(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs plain torchrun, or something else writes to the store."""
+@pytest.mark.parametrize("facts", [None, "", '{"host": 1}'], ids=["nothing", "empty", "something else"])
+def test_a_node_without_facts(facts: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that runs plain torchrun, or another program that writes to the store."""
     monkeypatch.setattr(agreement, "ANSWER_S", 0.05)
     store = HashStore()
-    if said is not None:
-        store.set("ttp/facts/1", said)
-    told = agreement.compare(store, 0, 2, {})
-    assert told.startswith("node 1 has not said its version and settings: ")
-    assert agreement.compare(store, 2, 3, {}) == told, "it has the answer of node 0"
+    if facts is not None:
+        store.set("ttp/facts/1", facts)
+    difference = agreement.compare(store, 0, 2, {})
+    assert difference.startswith("node 1 has not said its version and settings: ")
+    assert agreement.compare(store, 2, 3, {}) == difference, "it has the answer of node 0"
     assert agreement.compare(HashStore(), 1, 2, {}).startswith("node 0 has not said its version")
 
 
 def test_a_node_that_has_agreed_waits_for_no_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a restart: of three nodes one is lost before it says its facts, and a new one waits for node 0."""
+    """At a restart: one of three nodes is lost before it sends its facts; a new node waits for node 0."""
     monkeypatch.setattr(agreement, "ANSWER_S", 600.0)
     store = HashStore()
     assert agreement.compare(store, 1, 4, {"S": "1"}, has_agreed=True) == ""
@@ -105,24 +105,24 @@ def test_two_nodes_with_different_settings(
     for number, replica in enumerate(["split", "mirror"]):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = {
+        rendezvous = {
             "static": ("--node-rank", str(number), "--master-port", str(store)),
             "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}"),
         }[backend]
         options = ("--ttp-replica", replica, "--ttp-port", str(port))
-        started.append(node.start("--nnodes", "2", *where, *options, node.script("print('started')")))
-    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
-    for each in ended:
-        assert each.code == 2, each.log
-        assert each.last_line.startswith(
+        started.append(node.start("--nnodes", "2", *rendezvous, *options, node.script("print('started')")))
+    results = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    for result in results:
+        assert result.code == 2, result.log
+        assert result.last_line.startswith(
             "ttprun: error: the nodes of this job differ: TTP_REPLICA (--ttp-replica) is "
         )
-        assert "started" not in each.log
-        assert "Traceback" not in each.log
-        assert [line for line in each.log.splitlines() if not line.startswith("[ttp] waiting for ")] == [
-            each.last_line
+        assert "started" not in result.log
+        assert "Traceback" not in result.log
+        assert [line for line in result.log.splitlines() if not line.startswith("[ttp] waiting for ")] == [
+            result.last_line
         ]
-    assert len({each.last_line for each in ended}) == 1
+    assert len({each.last_line for each in results}) == 1
 
 
 def _is_listening(port: int) -> bool:
@@ -141,30 +141,30 @@ def test_one_of_two_nodes_runs_plain_torchrun(
     for number, enabled in enumerate(["True", "False"]):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = {
+        rendezvous = {
             "static": ("--node-rank", str(number), "--master-port", str(store)),
             "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}"),
         }[backend]
         options = ("--ttp-enable", enabled, "--ttp-port", str(port))
-        started.append(node.start("--nnodes", "2", *where, *options, node.script("print('started')")))
+        started.append(node.start("--nnodes", "2", *rendezvous, *options, node.script("print('started')")))
         if number == 0:  # it has the store, so it cannot find that the store has gone
             waiting.until(lambda: _is_listening(store), "the first node has the rendezvous store")
-    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
-    words = "the nodes of this job differ: ENABLE_TTP is True on "
-    said = [each.last_line for each in ended if words in each.log]
-    assert said, [each.log for each in ended]
-    assert all(line.startswith(f"ttprun: error: {words}") for line in said)
-    if said[0] != ended[0].last_line:  # the last one to come sees that, and c10d chooses who
-        assert " was closed before the job began: another node has ended, " in ended[0].last_line
-    assert ended[0].code == 2
-    assert not any("started" in each.log for each in ended)
+    results = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    message = "the nodes of this job differ: ENABLE_TTP is True on "
+    last_lines = [result.last_line for result in results if message in result.log]
+    assert last_lines, [each.log for each in results]
+    assert all(line.startswith(f"ttprun: error: {message}") for line in last_lines)
+    if last_lines[0] != results[0].last_line:  # the last one to come sees that, and c10d chooses who
+        assert " was closed before the job began: another node has ended, " in results[0].last_line
+    assert results[0].code == 2
+    assert not any("started" in each.log for each in results)
 
 
 def test_a_node_with_other_settings_ends_no_job_that_trains(
     zygote: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     port, store = free_ports(2)
-    where = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+    rendezvous = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
     options = ("--rdzv-conf", "last_call_timeout=1", "--ttp-port", str(port), "--monitor-interval", "0.05")
     nodes = []
     for number in (0, 1):
@@ -174,12 +174,12 @@ def test_a_node_with_other_settings_ends_no_job_that_trains(
         "from pathlib import Path\nfrom tests import waiting\n"
         "Path('here').write_text(' ')\nwaiting.exist(Path('../go'))\n"
     )
-    job = nodes[0].start(*where, *options, nodes[0].script(script))
+    job = nodes[0].start(*rendezvous, *options, nodes[0].script(script))
     waiting.written(tmp_path, lambda: says_all(nodes[0].folder / "here"), "the job trains")
-    other = nodes[1].run(*where, *options, "--ttp-local-copy", "1", nodes[1].script(script), code=2)
+    result = nodes[1].run(*rendezvous, *options, "--ttp-local-copy", "1", nodes[1].script(script), code=2)
     assert (
         "the job that trains and this node differ: TTP_LOCAL_COPY (--ttp-local-copy) is 'False' there ("
-        in (other.last_line)
+        in (result.last_line)
     )
     (tmp_path / "go").touch()
     assert nodes[0].wait(job).code == 0, nodes[0].log

@@ -61,7 +61,7 @@ def _run(folder: Path, program: str, value: str) -> subprocess.CompletedProcess[
 )
 @pytest.mark.integration
 @pytest.mark.parametrize(("program", "value"), [("program", "1"), ("module", "True"), ("program", "0")])
-def test_which_launcher_starts_the_workers(program: str, value: str, tmp_path: Path) -> None:
+def test_the_setting_chooses_the_launcher_of_the_workers(program: str, value: str, tmp_path: Path) -> None:
     completed = _run(tmp_path, program, value)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"['--iters', '8'] {'False 0' if value == '0' else 'True None'}\n"

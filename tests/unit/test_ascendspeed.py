@@ -58,7 +58,7 @@ def test_unsupported_options_are_refused(options: dict[str, Any], line: str) -> 
 
 @pytest.mark.parametrize(("variable", "value"), [("TTP_HOST_COPY", "5"), ("TTP_LAYOUT_ONLY", "layout")])
 def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would have no effect, so they are refused."""
+    """Settings without an effect on this framework are refused."""
     monkeypatch.setenv(variable, value)
     context.forget()
     with pytest.raises(UnsupportedError, match=f"^{variable} is set: "):

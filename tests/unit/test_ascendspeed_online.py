@@ -36,7 +36,7 @@ from adaptor.frameworks.training_loop import Recovery
         ({"adlr_autoresume": True}, "--adlr-autoresume ends jobs in a way of its own"),
     ],
 )
-def test_options_with_which_a_step_cannot_be_made_again(options: dict[str, Any], reason: str) -> None:
+def test_options_that_prevent_the_repetition_of_a_step(options: dict[str, Any], reason: str) -> None:
     assert of_options(Namespace(**options)) == reason
 
 
@@ -56,7 +56,7 @@ def test_data_that_can_be_read_once_more(train: Any, valid: Any, reason: str) ->
 
 
 def test_losses_are_averaged_as_the_framework_averages_them() -> None:
-    """Its sum starts with the first micro-batch, which decides the last bit."""
+    """The sum starts with the first micro-batch, and the order of the sum decides the last bit."""
     log = AscendLog(lambda data: None, b"", 0, "ascendspeed.training")
     losses = [{"lm loss": torch.tensor(1.0 + 2.0**-n)} for n in (23, 12, 1)]
     joined = log.joined(losses)["lm loss"]

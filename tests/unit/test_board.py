@@ -77,7 +77,7 @@ def writer(script: str, memory: BoardMemory) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
+def test_the_agent_reads_the_record_of_the_worker() -> None:
     with memory_of(3, 1) as memory:
         worker_board = Board(1, memory.path, memory.slots)
         assert memory.read(3) == BoardRecord(rank=3)
@@ -118,7 +118,7 @@ def provided(memory: BoardMemory) -> list[int]:
     return [step for step in range(20) if memory.read(0).provides(step)]
 
 
-def test_which_steps_a_rank_provides() -> None:
+def test_the_steps_that_a_rank_provides() -> None:
     with memory_of(0) as memory:
         worker_board = Board(0, memory.path, memory.slots)
         assert provided(memory) == []
@@ -137,7 +137,7 @@ def test_which_steps_a_rank_provides() -> None:
         assert provided(memory) == []
 
 
-def test_which_steps_a_rank_with_a_local_copy_provides() -> None:
+def test_the_steps_that_a_rank_with_a_local_copy_provides() -> None:
     """From the live state until the update begins, then from the copy until the next copy."""
     with memory_of(0) as memory:
         worker_board = Board(0, memory.path, memory.slots)

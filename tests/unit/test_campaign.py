@@ -1,4 +1,4 @@
-"""The campaign of benchmarks/: its drawn faults, and which faults count as survivable."""
+"""The campaign of benchmarks/: the drawn faults, and the choice of survivable faults."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _killed(*ranks: int, kind: str = "sigkill") -> list[Fault]:
         ("dp2-whole", _killed(1), True),
     ],
 )
-def test_which_faults_leave_a_holder(
+def test_faults_after_which_each_shard_has_a_holder(
     cut: str, struck: list[Fault], survives: bool | None, schedules: ModuleType
 ) -> None:
     assert schedules.CUTS[cut].survives(struck) is survives
@@ -67,7 +67,7 @@ def test_which_faults_leave_a_holder(
         ("pp2-dp2-nodes2", [], [False, False]),
     ],
 )
-def test_which_side_of_a_cut_holds_every_shard(
+def test_the_side_of_a_cut_that_holds_every_shard(
     cut: str, further_faults: list[Fault], sides: list[bool], schedules: ModuleType
 ) -> None:
     struck = [Fault(0, "data", "cut", heals=3000), *further_faults]
@@ -79,25 +79,25 @@ def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
     drawn = list(schedules.schedule(1, 500, kinds, cuts, 0.4))
     assert drawn == list(schedules.schedule(1, 500, kinds, cuts, 0.4))
     assert drawn != list(schedules.schedule(2, 500, kinds, cuts, 0.4))
-    assert {one.cut for one in drawn} == set(cuts)
-    assert {one.kind for one in drawn} == set(kinds)
-    gathered = {one.cut for one in drawn if one.fault.phase == "gather"}
+    assert {planned.cut for planned in drawn} == set(cuts)
+    assert {planned.kind for planned in drawn} == set(kinds)
+    gathered = {planned.cut for planned in drawn if planned.fault.phase == "gather"}
     assert gathered
     assert all(schedules.CUTS[name].layout.distributed_optimizer for name in gathered)
-    assert {one.second.phase for one in drawn if one.second} == set(schedules.IN_AN_INCIDENT)
-    for one in drawn:
-        struck = one.at(40, restart=3)
+    assert {planned.second.phase for planned in drawn if planned.second} == set(schedules.IN_AN_INCIDENT)
+    for planned in drawn:
+        struck = planned.at(40, restart=3)
         assert struck.fault.step > 41  # a step is finished in between
         assert [Fault.parse(str(fault)) for fault in struck.faults] == struck.faults
-        assert one.second is None or one.second.rank != one.fault.rank
+        assert planned.second is None or planned.second.rank != planned.fault.rank
 
 
 def test_kills_alone_are_those_of_the_first_campaign(schedules: ModuleType) -> None:
     """The section `Random kills` of benchmarks/results/campaigns.md stays reproducible."""
     base, steps = 1, []
-    for one in schedules.schedule(20261121, 200, ["sigkill"], ["dp4"], 0.0):
-        assert (one.second, one.fault.also) == (None, None)
-        base = one.at(base, 0).fault.step
+    for planned in schedules.schedule(20261121, 200, ["sigkill"], ["dp4"], 0.0):
+        assert (planned.second, planned.fault.also) == (None, None)
+        base = planned.at(base, 0).fault.step
         steps.append(base)
     assert steps[-1] == 770
 
@@ -114,16 +114,16 @@ def test_a_seed_draws_the_faults_of_online_jobs(online: ModuleType) -> None:
     cuts, kinds = list(online.LAYOUTS), list(online.KINDS)
     drawn = list(itertools.islice(online.draw(1, cuts, 0.4, kinds), 200))
     assert drawn == list(itertools.islice(online.draw(1, cuts, 0.4, kinds), 200))
-    assert {one.cut for one in drawn} == set(cuts)
-    planned = [one for job in drawn for one in job.planned]
-    assert {one.fault.kind for one in planned} == set(kinds)
-    seconds = {(one.second.restart, one.second.phase) for one in planned if one.second}
+    assert {job.cut for job in drawn} == set(cuts)
+    planned = [incident for job in drawn for incident in job.planned]
+    assert {incident.fault.kind for incident in planned} == set(kinds)
+    seconds = {(incident.second.restart, incident.second.phase) for incident in planned if incident.second}
     assert seconds == {
         *((ONCE, phase) for phase in online.OF_SURVIVORS),
         *((NEWCOMERS, phase) for phase in online.OF_NEWCOMERS),
     }
     for job in drawn:
-        steps = [one.fault.step for one in job.planned]
+        steps = [incident.fault.step for incident in job.planned]
         assert all(later_step - earlier >= 3 for earlier, later_step in itertools.pairwise(steps))
         assert steps[-1] < online.STEPS
         assert [Fault.parse(str(fault)) for fault in job.faults] == job.faults
@@ -136,11 +136,11 @@ def test_a_second_fault_leaves_a_holder_of_each_shard(online: ModuleType) -> Non
     assert jobs == list(itertools.islice(_second_faults.draw(1, _second_faults.CUTS), 300))
     struck = set()
     for job in jobs:
-        for one in job.planned:
-            second = one.second
+        for incident in job.planned:
+            second = incident.second
             struck.add((_second_faults.who_is_struck(second), second.phase))
             assert Fault.parse(str(second)) == second
-            gone = {one.fault.rank} if one.fault.kind != "exception" else set()
+            gone = {incident.fault.rank} if incident.fault.kind != "exception" else set()
             if second.phase in ("regroup", "exchange", "joined") and not second.kind.startswith("agent"):
                 gone |= {second.rank}
             assert all(holders - gone for holders in online.ALL[job.cut].holders())

@@ -29,7 +29,7 @@ PADDED = (32, 16)
 
 
 class _Model(torch.nn.Module):
-    """Its trained params are views of one buffer; it also has a frozen param and a buffer."""
+    """A model whose trained params are views of one buffer; it also has a frozen param and a buffer."""
 
     def __init__(self, data: torch.Tensor, places: dict[str, tuple[int, tuple[int, ...]]]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ RECORD = StepRecord(
 
 
 def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = LONG_S) -> list[Any]:
-    """Run each function with its rank of one gloo group, in threads; return results or errors."""
+    """Run each function in a thread with its rank of one gloo group; return results or errors."""
     results: list[Any] = [None] * len(work)
 
     def run(rank: int) -> None:

@@ -185,7 +185,7 @@ def test_an_own_loop_that_does_not_say_how_its_state_is_sharded_is_refused() -> 
 
 
 @pytest.mark.parametrize("own_format", [None, Sharding(0, {}, (), ())])
-def test_whether_last_words_will_be_joined_of_parts_is_told(own_format: Any) -> None:
+def test_a_trainee_reports_that_last_words_are_joined_of_parts(own_format: Any) -> None:
     state = replace(Rank(0, 1).state, format=own_format)
     trainee = MegatronTrainee(state, "/save", (), cast(Any, None), dict, dict, int, lambda: None)
     assert trainee.in_parts is (own_format is not None)

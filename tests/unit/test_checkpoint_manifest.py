@@ -65,7 +65,7 @@ def test_a_damaged_manifest_is_one_line(tmp_path: Path, text: str) -> None:
     assert manifest.defects(tmp_path) == [str(caught.value)]
 
 
-def test_no_flipped_bit_of_a_manifest_changes_what_is_read() -> None:
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed() -> None:
     shard = AgreedShard({"param": "0123"}, (0, 1))
     state = AgreedState(12, {"mp_rank_00": AgreedGroup("abcd", [shard], 12, ("ff",))})
     files = [FileEntry("a.pt", 5, None, xxh3_128_blocks="aa")]

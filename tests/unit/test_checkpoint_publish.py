@@ -45,13 +45,13 @@ class _Clock:
         self.at = 0
         self.calls: list[str] = []
 
-    def tick(self, what: str) -> None:
+    def tick(self, operation: str) -> None:
         if not self.armed or threading.get_ident() != self.thread:
             return
-        self.calls.append(what)
+        self.calls.append(operation)
         if len(self.calls) == self.at:
             self.armed = False
-            raise Crash(what)
+            raise Crash(operation)
 
 
 CLOCK = _Clock()
@@ -148,9 +148,9 @@ def is_sound(root: Path) -> bool:
 def survive_every_crash(
     copy: Callable[[], Path], act: Callable[[Path], object], recover: Callable[[Path], object]
 ) -> list[str]:
-    """Crash `act` before each of its operations, each time on a fresh copy; return the operations.
+    """Crash `act` before each of its operations, on a fresh copy each time; return the operations.
 
-    The promises must hold after the crash, and after `recover`, which must leave nothing behind.
+    The promises must hold after the crash and after `recover`, which must leave no temporary files.
     """
     copied_root = copy()
     with crash_before(0) as clock:
@@ -325,7 +325,9 @@ def test_no_crash_breaks_a_promise_beside_an_incomplete_folder(
         shutil.rmtree(aside)
 
     def is_sound(root: Path) -> bool:
-        """An unprotected save left something under the final name; it is only harmless once it is aside."""
+        """Return whether the final name holds a checkpoint with a manifest; an unprotected save may have left
+        other files.
+        """
         return (root / naming.final_name(STEP) / naming.MANIFEST).exists()
 
     monkeypatch.setattr(sys.modules[__name__], "is_sound", is_sound)
@@ -339,7 +341,7 @@ def test_no_crash_breaks_a_regular_save(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda left, right: False)
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"regular")
     survive_every_crash(
@@ -352,7 +354,7 @@ def test_a_newer_save_of_the_same_step_replaces_the_older_one(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda left, right: False)
         # For a moment no folder bears the name; clean() ends that moment.
         monkeypatch.setattr(sys.modules[__name__], "named_is_there", lambda root, named: True)
     dump(root, b"first")
@@ -484,7 +486,7 @@ def test_prepare_begins_with_an_empty_folder(root: Path) -> None:
     assert list(publish.prepare(root, STEP).iterdir()) == []
 
 
-def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
+def test_clean_leaves_checkpoints_and_unknown_files(root: Path) -> None:
     for name in (
         "iter_0000021_tmp",
         "iter_0000022_saving",
@@ -506,7 +508,7 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
 
 
 def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
-    """One of two concurrent saves of a step is published, and the other folder is removed."""
+    """Of two concurrent saves of a step one is published, and the folder of the other is removed."""
     published = {}
     sides = [write(publish.prepare(root, STEP, term, 0, "ours"), b"new") for term in (0, 1)]
 
@@ -522,7 +524,7 @@ def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
 
 
 def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
-    """Its successor has its own folder, without the late agent's files."""
+    """The successor of a late agent has a folder of its own, without the files of the late agent."""
     entries = write(publish.prepare(root, STEP, number=1, generation="ours"), b"new")
     late = publish.prepare(root, STEP, generation="ours")
     write(late, b"late")
@@ -658,18 +660,18 @@ def _regular(root: Path, step: int, generation: str) -> Path:
     "it is removed first, its room is free at once",
 )
 def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
-    """A worker may keep writing: its open files take no room beyond what it writes from now on."""
+    """A worker may keep writing: its open files use no disk space beyond their later writes."""
     folder = _regular(root, STEP, "mine")
     with (folder / "shard.pt").open("r+b") as still_open:
-        made = publish.prepare(root, STEP, generation="mine", first=True)
+        prepared = publish.prepare(root, STEP, generation="mine", first=True)
         assert still_open.seek(0, os.SEEK_END) == 0
-    assert left_over(root) == [made.name]
+    assert left_over(root) == [prepared.name]
     with pytest.raises(CheckpointError, match="missing, so the save of step 20 cannot be completed"):
         regular_folder.publish_regular(root, STEP, "mine")
 
 
 def test_a_later_incident_of_a_job_that_was_recovered_makes_room_too(root: Path) -> None:
-    """Its first folder has a higher number than those of earlier incidents."""
+    """The first folder of the later incident has a higher number than those of earlier incidents."""
     folder = _regular(root, STEP, "mine")
     target = PublishTarget({0, 1}, first=2)
     assert target.is_first
@@ -757,12 +759,12 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
 
     monkeypatch.setattr(disk, "discard", slow)
     monkeypatch.setattr(left_overs, "REMOVAL_WAIT_S", 0.01)
-    made = publish.prepare(root, STEP, generation="mine", first=True)
+    prepared = publish.prepare(root, STEP, generation="mine", first=True)
     assert not folder.exists(), "whoever would publish it finds nothing"
     assert len(left_over(root)) == 2, "it is still there"
     answers.set()
     discarded.wait()
-    assert left_over(root) == [made.name]
+    assert left_over(root) == [prepared.name]
 
 
 class SlowDisk:
@@ -812,17 +814,17 @@ def test_last_words_do_not_wait_until_a_stale_folder_is_removed(
 ) -> None:
     for _ in range(times):
         _large(root / naming.temporary_name(STEP, generation="mine"))
-        made = publish.prepare(root, STEP, generation="mine")
-        assert list(made.iterdir()) == []
+        prepared = publish.prepare(root, STEP, generation="mine")
+        assert list(prepared.iterdir()) == []
     slow_disk.answer()
-    assert left_over(root) == [made.name]
+    assert left_over(root) == [prepared.name]
 
 
 @pytest.mark.robustness("B8", *SLOW)
 def test_last_words_that_are_there_already_are_published_at_once(root: Path, slow_disk: SlowDisk) -> None:
     dump(root, generation="mine")
-    made = publish.prepare(root, STEP, generation="mine")
-    entries = write(_large(made), b"again")
+    prepared = publish.prepare(root, STEP, generation="mine")
+    entries = write(_large(prepared), b"again")
     assert not publish.publish(root, STEP, entries, {}, 2, "mine")
     slow_disk.answer()
     assert left_over(root) == []
@@ -834,7 +836,7 @@ def test_a_regular_save_does_not_wait_until_an_older_version_is_removed(
     root: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda left, right: False)
     for content in (b"older", b"newer"):
         folder = _large(root / naming.regular_name(STEP))
         (folder / "other.pt").write_bytes(content)
@@ -855,9 +857,9 @@ def test_a_start_does_not_wait_for_ever_until_an_earlier_job_s_folders_are_remov
     assert (
         f"[ttp] {root}: what earlier jobs have left there is still being removed" in capsys.readouterr().out
     )
-    made = publish.prepare(root, STEP, generation="mine")
+    prepared = publish.prepare(root, STEP, generation="mine")
     slow_disk.answer()
-    assert left_over(root) == [made.name]
+    assert left_over(root) == [prepared.name]
 
 
 def test_a_regular_save_without_a_file_is_none(root: Path) -> None:

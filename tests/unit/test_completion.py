@@ -1,4 +1,4 @@
-"""What a shell offers for `ttp` and `ttprun`."""
+"""Shell completion for `ttp` and `ttprun`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def offered(script: Path, *words: str, folder: Path) -> set[str]:
-    completed = captured(["bash", "-c", OFFERS, "bash", str(script), *words], cwd=folder)
+def offered(script: Path, *typed: str, folder: Path) -> set[str]:
+    completed = captured(["bash", "-c", OFFERS, "bash", str(script), *typed], cwd=folder)
     assert (completed.returncode, completed.stderr) == (0, "")
     return set(completed.stdout.split())
 
@@ -44,8 +44,8 @@ def test_commands_and_their_flags(script: Path, tmp_path: Path) -> None:
 
 
 def test_flags_of_ours_and_of_torchrun(script: Path, tmp_path: Path) -> None:
-    ours = {setting.flag for setting in config.settings()} | {flags.SPARE}
-    assert offered(script, "ttprun", "--ttp-", folder=tmp_path) == ours
+    options = {setting.flag for setting in config.settings()} | {flags.SPARE}
+    assert offered(script, "ttprun", "--ttp-", folder=tmp_path) == options
     assert offered(script, "ttprun", "--max-r", folder=tmp_path) == {"--max-restarts"}
     assert offered(script, "ttprun", "--dry", folder=tmp_path) == {flags.DRY_RUN}
 

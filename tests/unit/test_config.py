@@ -388,7 +388,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
 
 
 @pytest.mark.parametrize("name", ["TTP_HANG", "TTP_ONLINE", "TTP_NO_PROGRESS"])
-def test_the_page_says_of_limits_what_the_help_says(name: str) -> None:
+def test_the_page_and_the_help_agree_on_limits(name: str) -> None:
     help_text = next(setting.help for setting in SETTINGS if setting.variable == name)
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}`")]
     readme = PAGE.parents[1] / "README.md"

@@ -48,7 +48,7 @@ def test_trace(path: Path) -> None:
 
 
 def test_twenty_thousand_ranks() -> None:
-    """One kill in a job of 2,500 nodes: the work grows with the ranks, not with their square."""
+    """A kill in a job of 2,500 nodes: the work grows linearly with the ranks, not with their square."""
     ranks, ranks_per_node, shards = 20_000, 8, 50
     job = Controller(ranks, 120.0, ("store", 1, b""))
     for node in range(ranks // ranks_per_node):
@@ -124,7 +124,7 @@ def test_where_nobody_is_blamed_the_first_that_raised_shows_it() -> None:
     assert _ranks_that_show(job.handle(Hello(1, 2001), 2.0)) == []
 
 
-def test_a_job_that_is_told_to_end_names_the_ttprun_that_was() -> None:
+def test_a_termination_request_names_the_ttprun_that_got_it() -> None:
     job = Controller(2, 120.0, ("store", 1, b""))
     for node in (0, 1):
         job.handle(AgentHello(node, (node,), host=f"host{node}", pid=70 + node), 0.0)
@@ -135,7 +135,7 @@ def test_a_job_that_is_told_to_end_names_the_ttprun_that_was() -> None:
     assert (job.verdict.cause_rank, fault.host, fault.pid) == (-1, "host1", 71)
 
 
-def test_what_is_raised_after_a_job_was_told_to_end_is_not_shown() -> None:
+def test_exceptions_after_a_termination_request_are_not_shown() -> None:
     job = _job(2)
     job.handle(AgentTerminationRequested(0, "SIGTERM"), 1.0)
     job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)

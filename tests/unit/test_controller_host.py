@@ -54,7 +54,7 @@ FIRST = 11
 
 @pytest.fixture
 def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Two nodes with one worker each; what waits for word of the other node waits for ever."""
+    """Two nodes with one worker each and no time limit for the wait for the other node."""
     monkeypatch.setattr(worker_watch, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     port = str(free_port())
     job.begin(2, [job.node(TTP_PORT=port), job.node(TTP_PORT=port)])
@@ -63,7 +63,7 @@ def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 @pytest.fixture
 def two_plain_nodes(job: Job) -> Job:
-    """As on two machines of a network that is trusted: they meet over TCP."""
+    """Two nodes without TLS, as in a trusted network."""
     port = str(free_port())
     job.begin(2, [job.node(TTP_PORT=port, TTP_TLS="plain"), job.node(TTP_PORT=port, TTP_TLS="plain")])
     return job
@@ -75,7 +75,7 @@ def client_of(node: Node) -> ControllerClient:
 
 
 def port_of(node: Node) -> int:
-    """Of its gate."""
+    """Return the port of a node's listener."""
     endpoint = client_of(node).listener.endpoint
     assert endpoint is not None
     return endpoint.port
@@ -121,7 +121,7 @@ def test_a_death_with_tls_between_the_nodes(
 
 
 def test_a_node_with_a_certificate_of_another_signer(job: Job, tmp_path: Path) -> None:
-    """It says so at once and does not start its workers."""
+    """The node reports the wrong certificate at once and starts no workers."""
     port = str(free_port())
     signers = [Authority(tmp_path / name) for name in ("ours", "theirs")]
     nodes = [job.node(TTP_PORT=port, **signer.settings()) for signer in signers]
@@ -146,12 +146,12 @@ def test_the_secret_is_seen_nowhere(two_plain_nodes: Job) -> None:
     (secret,) = (word for word in client_of(job.nodes[0]).secret.split() if len(word) == 64)
     job.train("step")
     worker = Path(f"/proc/{job.workers[0].process.pid}")
-    seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
+    readable = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
     job.workers[1].process.kill()
     assert of_both(job) == [("saved", FIRST, 137)]
     logs = [path.read_bytes() for path in job.logs.rglob("*") if path.is_file()]
     assert logs
-    assert not any(secret in text for text in (*seen, *logs))
+    assert not any(secret in text for text in (*readable, *logs))
 
 
 def test_an_exception_on_the_other_node(two_nodes: Job) -> None:
@@ -173,7 +173,7 @@ def test_a_lost_node_is_the_death_of_its_workers(two_nodes: Job) -> None:
 
 
 def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
-    """The next node takes its place, and saves with what is left."""
+    """The next node becomes the controller, and saves with the remaining workers."""
     job = two_nodes
     job.train("step")
     lose(job.nodes.pop(0))
@@ -184,14 +184,16 @@ def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
 
 
 def test_it_is_not_over_before_the_verdict(two_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 1 has come to its end when node 0 is lost, and looks for what was saved: that is no good end."""
+    """Node 1 has finished when node 0 is lost, and searches for the saved checkpoint: the job must not end as
+    a success.
+    """
     looks, may_look = threading.Event(), threading.Event()
     find = publish.find
 
-    def slow(*what: Any) -> int:
+    def slow(*arguments: Any) -> int:
         looks.set()
         assert may_look.wait(LONG_S)
-        return find(*what)
+        return find(*arguments)
 
     monkeypatch.setattr(publish, "find", slow)
     job = two_nodes
@@ -211,7 +213,7 @@ def test_it_is_not_over_before_the_verdict(two_nodes: Job, monkeypatch: pytest.M
 
 
 def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
-    """In the middle of its incident: rank 1 does not answer, until its agent goes."""
+    """During its incident: rank 1 does not answer until its agent is lost."""
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -229,12 +231,12 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     assert job.saved() == {"g.txt": f"{FIRST} {FIRST} {FIRST * 4} 1024.0"}
 
 
-def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
+def test_a_verdict_that_reached_only_one_node_stands(job: Job) -> None:
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
     job.train("step")
-    told = Verdict(
+    given_verdict = Verdict(
         incident=1,
         outcome="saved",
         step=FIRST,
@@ -244,12 +246,12 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
         save_folder=str(job.save),
     )
     loop = nodes[0].control.thread.loop
-    loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
-    waiting.until(lambda: nodes[2].control.verdict == told, "node 2 has been told")
+    loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([given_verdict]))
+    waiting.until(lambda: nodes[2].control.verdict == given_verdict, "node 2 has been told")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.line, verdict.exit_code) == ("saved", "as it was", 3)
-    assert nodes[2].control.verdict == told
+    assert nodes[2].control.verdict == given_verdict
     assert job.workers[1].status() == EXIT_SURVIVOR
 
 
@@ -272,7 +274,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides save, and neither harms the other: there are two controllers, in one folder."""
+    """Both sides of the cut save, with a controller each, in one folder; neither harms the other."""
     for module in (controller_client, controller_client):
         monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     port = str(free_port())
@@ -293,7 +295,7 @@ def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: py
 
 
 def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
-    """Also when that node has left before this one names it."""
+    """The last line names the node that wrote the report, even if that node has left."""
     job = two_nodes
     job.train("step")
     job.workers[1].send("exit 5")
@@ -317,13 +319,13 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
 
 
 def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> None:
-    """It has left when the message arrives, and says so afterwards."""
+    """The controller has left when the death is reported; the node reports it afterwards."""
     job = two_nodes
     job.train("step")
     controller_host_of(job.nodes[0]).receive = lambda *args: True  # type: ignore[method-assign]
     job.workers[1].process.kill()
     waiting.until(
-        lambda: any(isinstance(one, Died) for one in client_of(job.nodes[1]).succession.said),
+        lambda: any(isinstance(message, Died) for message in client_of(job.nodes[1]).succession.said),
         "node 1 has told it",
     )
     job.nodes.pop(0).close()
@@ -345,14 +347,14 @@ def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None
 def test_a_node_without_workers_leaves_after_the_verdict(
     leaving: int, two_nodes: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only worker there is dead, and the other node publishes what its worker has written."""
+    """The only worker of the node is dead; the other node publishes the files of that worker."""
     publishes, may_publish = threading.Event(), threading.Event()
     publish_now = publish.publish
 
-    def held(*what: Any) -> None:
+    def held(*arguments: Any) -> None:
         publishes.set()
         assert may_publish.wait(LONG_S)
-        publish_now(*what)
+        publish_now(*arguments)
 
     monkeypatch.setattr(publish, "publish", held)
     job = two_nodes
@@ -390,7 +392,7 @@ def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
 
 
 def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
-    """Else it would go to another controller than those that know it when the first one is lost."""
+    """A worker started earlier would connect to another controller after the first one is lost."""
     port, store, order = str(free_port()), dist.HashStore(), list[str]()
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     for number in (0, 2):
@@ -448,12 +450,12 @@ def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) ->
             agent.say(AgentHello(0, (0,)))
         for agent in agents[20:]:
             agent.say(AgentHello(7, (0,)))
-        ended = [asyncio.ensure_future(agent.is_shut_out()) for agent in agents]
-        for one in itertools.islice(asyncio.as_completed(ended), 39):
-            await one
-        assert [task.done() for task in ended[20:]] == [True] * 20
+        shut_out = [asyncio.ensure_future(agent.is_shut_out()) for agent in agents]
+        for finished in itertools.islice(asyncio.as_completed(shut_out), 39):
+            await finished
+        assert [task.done() for task in shut_out[20:]] == [True] * 20
         assert len(standby.listener.waiting) == 1
-        for task in ended:
+        for task in shut_out:
             task.cancel()
         for agent in agents:
             await agent.close()
@@ -489,7 +491,7 @@ class Open:
 
 @contextlib.asynccontextmanager
 async def host_of_two_nodes(folder: Path) -> AsyncIterator[Open]:
-    """An open controller host for two nodes; what is done there takes at most LONG_S."""
+    """Yield an open controller host for two nodes; the body may take at most LONG_S."""
     opened = Open(folder, free_port())
     try:
         async with wire.deadline(LONG_S):
@@ -508,7 +510,7 @@ async def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
         await agent.close()
 
 
-async def test_who_waits_for_what_agents_tell_is_woken_by_it(tmp_path: Path) -> None:
+async def test_a_wait_for_an_agent_ends_when_it_connects(tmp_path: Path) -> None:
     async with host_of_two_nodes(tmp_path) as opened:
         members = opened.controller_host.controller.membership
         comes = asyncio.ensure_future(opened.controller_host.until(lambda: 1 in members.agents, LONG_S))
@@ -523,7 +525,7 @@ async def test_who_waits_for_what_agents_tell_is_woken_by_it(tmp_path: Path) -> 
         await goes
 
 
-async def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
+async def test_an_agent_that_does_not_begin_with_a_hello_is_shut_out(tmp_path: Path) -> None:
     async with host_of_two_nodes(tmp_path) as opened:
         agent = await Agent.proven(opened.port, opened.secret)
         agent.say(Raised(1, "boom", 1))
@@ -533,7 +535,7 @@ async def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("first", "second"),
     [
         (AgentHello(0, (1,)), None),
         (AgentHello(2, (1,)), None),
@@ -546,20 +548,20 @@ async def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> Non
     ],
     ids=["the controller", "no node", "its rank", "no rank", "of another", "of nobody", "its end", "twice"],
 )
-async def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path: Path) -> None:
+async def test_an_agent_speaks_for_itself_alone(first: AgentHello, second: Any, tmp_path: Path) -> None:
     """Whoever knows the secret and is confused changes nothing for the others."""
     async with host_of_two_nodes(tmp_path) as opened:
         heard: Arrivals[ControllerToAgent] = Arrivals()
         opened.controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
         confused = await Agent.proven(opened.port, opened.secret)
         confused.say(first)
-        if then is None:
+        if second is None:
             assert await confused.is_shut_out()
             assert opened.controller_host.controller.membership.node_of == {0: 0}
             agent = await Agent.proven(opened.port, opened.secret)
             agent.say(AgentHello(1, (1,)))
         else:
-            confused.say(then)
+            confused.say(second)
             agent = confused
         received = Calls(opened.controller_host, "receive")
         agent.say(Raised(1, "the only one", 1))
@@ -594,7 +596,7 @@ async def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp
 async def test_a_message_that_does_not_come_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that is in the middle of a message for too long is lost; one that says nothing is not."""
+    """An agent that stalls in the middle of a message is lost; an idle agent is not."""
     monkeypatch.setattr(wire, "SLOW_S", 0.05)
     async with host_of_two_nodes(tmp_path) as opened:
         heard: Arrivals[ControllerToAgent] = Arrivals()
@@ -631,20 +633,20 @@ async def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path
 
 async def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async with host_of_two_nodes(tmp_path) as opened:
-        other = Open(tmp_path, opened.port)
-        assert other.port > opened.port
-        assert other.secret != opened.secret
-        await other.close()
+        second_host = Open(tmp_path, opened.port)
+        assert second_host.port > opened.port
+        assert second_host.secret != opened.secret
+        await second_host.close()
 
 
 async def test_no_port_is_left(tmp_path: Path) -> None:
     async with host_of_two_nodes(tmp_path) as opened:
-        other = Open(tmp_path, 65535)
-        assert other.port == 65535
-        listener = AgentListener(b"", None, other.rejected, opened.controller_host.serve, read_hello)
+        second_host = Open(tmp_path, 65535)
+        assert second_host.port == 65535
+        listener = AgentListener(b"", None, second_host.rejected, opened.controller_host.serve, read_hello)
         with pytest.raises(OSError, match="no free port from 65535 on"):
             listener.listen("127.0.0.1", 65535)
-        await other.close()
+        await second_host.close()
 
 
 async def test_a_closed_hub_leaves_no_port(tmp_path: Path) -> None:

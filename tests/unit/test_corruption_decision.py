@@ -67,7 +67,7 @@ def test_a_named_rank_is_replaced_and_gives_nothing(rank: int) -> None:
     assert rank not in (replacement.twin, *(source.source for source in replacement.sources))
 
 
-def test_with_suspects_the_job_goes_back_to_the_step_on_which_they_agreed() -> None:
+def test_with_suspects_the_job_goes_back_to_the_last_agreed_step() -> None:
     job, orders = _corrupt(suspects=(1, 3))
     assert [type(order) for _, order in orders] == [Prepare]
     regroups = _regroups(_save(job))

@@ -1,4 +1,4 @@
-"""Ctrl-C to commands of `ttp` that run until it comes or read for long; `ttp serve`: `test_serve.py`."""
+"""Ctrl-C to commands of `ttp` that run until interrupted or read for long; `ttp serve`: `test_serve.py`."""
 
 from __future__ import annotations
 

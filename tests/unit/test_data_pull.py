@@ -39,7 +39,7 @@ OBJECTS = {
 
 
 class Source:
-    """Objects below a prefix, and the pull of them through a proxy that counts requests."""
+    """Objects below a prefix, and a pull of them through a proxy that counts requests."""
 
     def __init__(self, url: str, faults: FaultProxy, direct: str) -> None:
         self.url, self.faults, self.direct = url, faults, direct
@@ -48,11 +48,11 @@ class Source:
     def put(self, name: str, content: bytes) -> None:
         obstore.put(open_store(self.url, self.direct)._client, name, content, use_multipart=False)
 
-    def pull(self, folder: Path, now: Callable[[], float] = lambda: 0.0) -> list[str]:
+    def pull(self, folder: Path, clock: Callable[[], float] = lambda: 0.0) -> list[str]:
         """Return the names of the objects that were read, in the order of their first requests."""
         self.lines.clear()
         self.faults.requests.clear()
-        data_pull.bring([(open_store(self.url, self.faults.url), folder)], self.lines.append, now)
+        data_pull.bring([(open_store(self.url, self.faults.url), folder)], self.lines.append, clock)
         return self.read()
 
     def read(self) -> list[str]:
@@ -61,14 +61,14 @@ class Source:
 
 @pytest.fixture
 def source(faults: FaultProxy, url: str, server: str) -> Source:
-    made = Source(url, faults, server)
+    source = Source(url, faults, server)
     for name, content in OBJECTS.items():
-        made.put(name, content)
-    return made
+        source.put(name, content)
+    return source
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return what a folder has, besides what belongs to the pull."""
+    """Return the files of a folder, without those of the pull."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -85,7 +85,7 @@ def test_all_objects_come_and_none_of_them_twice(source: Source, tmp_path: Path)
     )
 
 
-def test_what_has_changed_here_or_there_comes_again(source: Source, tmp_path: Path) -> None:
+def test_a_file_changed_on_either_side_is_pulled_again(source: Source, tmp_path: Path) -> None:
     source.pull(tmp_path)
     source.put("corpus.idx", b"INDEX")  # of the same size
     (tmp_path / "a folder/with %41 and =.txt").write_bytes(b"TEXT")
@@ -105,7 +105,7 @@ def test_files_of_another_prefix_are_not_taken_for_these(source: Source, tmp_pat
 
 
 def test_a_folder_is_a_store_of_data(tmp_path: Path) -> None:
-    """What a pull has left in a folder that was copied there does not come."""
+    """The journal of an earlier pull in the source folder is not copied."""
     (tmp_path / "there/deep").mkdir(parents=True)
     (tmp_path / "there/deep/one").write_bytes(b"1")
     (tmp_path / "there" / data_pull.JOURNAL).write_bytes(b"{}")
@@ -132,7 +132,7 @@ def test_a_byte_that_changes_on_its_way_is_asked_for_again(source: Source, tmp_p
 
 
 def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> None:
-    """Longer than its client asks again; one line says so."""
+    """The store is down for longer than its client retries; one line reports the outage."""
     lines: list[str] = []
 
     def tell(line: str) -> None:
@@ -159,7 +159,7 @@ def test_a_journal_of_an_earlier_version_counts(source: Source, tmp_path: Path) 
 
 
 def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Path) -> None:
-    """Where other etags of the store are MD5s of the content; a file that came before stays."""
+    """In a store whose other etags are MD5s of the content; a file of an earlier pull stays."""
     source.faults.fault = _corrupting("corpus.idx", times=9)
     with pytest.raises(
         StoreError, match=r"/corpus\.idx: the content that came has another MD5 than its etag$"
@@ -170,7 +170,7 @@ def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Pat
 
 
 def test_an_etag_may_be_no_md5(faults: FaultProxy, url: str, server: str, tmp_path: Path) -> None:
-    """A store that encrypts: the same content comes twice, and it is not that of the etag."""
+    """An encrypting store: the same content comes twice, and its MD5 is not the etag."""
     source = Source(url, faults, server)
     source.put("one", b"a text")
     faults.fault = _corrupting("one", times=9)
@@ -182,19 +182,19 @@ def test_an_etag_may_be_no_md5(faults: FaultProxy, url: str, server: str, tmp_pa
 
 
 def _corrupting(name: str, times: int) -> Callable[[int, str, str], str]:  # type: ignore[type-arg]
-    left = [times]
+    remaining = [times]
 
     def fault(number: int, method: str, path: str) -> str:
-        if name not in path or method != "GET" or not left[0]:
+        if name not in path or method != "GET" or not remaining[0]:
             return ""
-        left[0] -= 1
+        remaining[0] -= 1
         return "corrupt"
 
     return fault
 
 
 class _Changing(Store):
-    """A store in which an object is written anew when its first part has come, and before the others do."""
+    """A store in which an object is replaced between its first part and the others."""
 
     def __init__(self, url: str, new: bytes) -> None:
         opened = open_store(url)
@@ -248,7 +248,7 @@ def test_a_disk_that_is_too_small_gets_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objects", "why"),
+    ("objects", "reason"),
     [
         ([], r": there is no object below it$"),
         ([""], r": has an object '', which cannot be a file of a folder$"),
@@ -256,20 +256,20 @@ def test_a_disk_that_is_too_small_gets_nothing(tmp_path: Path) -> None:
         (["../a"], r"invalid path"),
     ],
 )
-def test_what_cannot_be_a_folder(
-    objects: list[str], why: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
+def test_object_names_that_cannot_be_files_are_refused(
+    objects: list[str], reason: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """One line, and the folder is not made."""
+    """The pull ends with one line and makes no folder."""
     url = f"{url}-{len(objects)}{len(''.join(objects))}"
     for name in objects:
         object_store.request(server, "PUT", f"/{url.removeprefix('s3://')}/{name}", b"1")
-    with pytest.raises(StoreError, match=why):
+    with pytest.raises(StoreError, match=reason):
         data_pull.bring([(open_store(url, server), tmp_path / "here")], print)
     assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "there", "why"),
+    ("name", "file_in_the_way", "reason"),
     [
         ("a", "a/of another", r"/here/a: is a folder, and file:///.*/there has an object of that name$"),
         (
@@ -280,14 +280,16 @@ def test_what_cannot_be_a_folder(
         ("a/b/c", "a", r"/here/a/b: cannot be a folder, because a file is there, and"),
     ],
 )
-def test_what_is_in_the_way_of_an_object(name: str, there: str, why: str, tmp_path: Path) -> None:
-    """The line names it, and it is said before the first byte comes."""
-    for file in ("there/first", f"there/{name}", f"here/{there}"):
+def test_a_file_in_the_way_of_an_object_is_refused(
+    name: str, file_in_the_way: str, reason: str, tmp_path: Path
+) -> None:
+    """The line names the file and comes before the first byte."""
+    for file in ("there/first", f"there/{name}", f"here/{file_in_the_way}"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(b"1")
-    with pytest.raises(StoreError, match=why):
+    with pytest.raises(StoreError, match=reason):
         data_pull.bring([(open_store(f"file://{tmp_path}/there"), tmp_path / "here")], print)
-    assert _files(tmp_path / "here") == {there: b"1"}
+    assert _files(tmp_path / "here") == {file_in_the_way: b"1"}
 
 
 def test_a_name_that_is_too_long_for_a_file(source: Source, tmp_path: Path) -> None:
@@ -319,13 +321,16 @@ def _start(source: Source, folder: Path, processes: list[subprocess.Popen[str]])
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "ttprun"])
-def test_a_file_that_is_cut_short_has_not_its_name(
+def test_a_file_that_is_cut_short_keeps_a_temporary_name(
     end: str, source: Source, processes: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """Whoever ends: the process, or ttprun, whose pipe it has. The next pull removes what is left."""
+    """The pull ends by itself or with ttprun, which reads its pipe.
+
+    The next pull removes the temporary file.
+    """
     source.faults.fault = lambda number, method, path: (
         "hold before"
-        if "corpus.bin" in path and sum("corpus.bin" in one for one in source.read()) == 2
+        if "corpus.bin" in path and sum("corpus.bin" in request for request in source.read()) == 2
         else ""
     )
     process = _start(source, tmp_path, processes)
@@ -345,8 +350,8 @@ def test_a_file_that_is_cut_short_has_not_its_name(
     assert not list(tmp_path.rglob(".ttp_part*"))
 
 
-def test_what_another_machine_writes_is_left(source: Source, tmp_path: Path) -> None:
-    """On some file systems a lock holds on one machine only."""
+def test_a_file_that_another_machine_writes_is_left(source: Source, tmp_path: Path) -> None:
+    """On some file systems a lock is visible on one machine only."""
     for name, age_s in (("written", 0), ("left over", 2 * 3600)):
         part = tmp_path / f".ttp_part.another.{name}"
         part.touch()
@@ -358,16 +363,16 @@ def test_what_another_machine_writes_is_left(source: Source, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["a link", "a pipe"])
 def test_a_journal_that_is_none(kind: str, source: Source, tmp_path: Path) -> None:
     """Nobody diverts what is written to another file, or lets the start wait for ever."""
-    journal, other = tmp_path / "here" / data_pull.JOURNAL, tmp_path / "other"
+    journal, linked = tmp_path / "here" / data_pull.JOURNAL, tmp_path / "other"
     journal.parent.mkdir()
     if kind == "a pipe":
         os.mkfifo(journal)
     else:
-        other.touch()
-        journal.symlink_to(other)
+        linked.touch()
+        journal.symlink_to(linked)
     with pytest.raises(StoreError, match=str(journal)):
         source.pull(journal.parent)
-    assert kind == "a pipe" or other.read_bytes() == b""
+    assert kind == "a pipe" or linked.read_bytes() == b""
 
 
 def test_nodes_that_share_a_folder_pull_once(
@@ -380,16 +385,16 @@ def test_nodes_that_share_a_folder_pull_once(
     assert second.stderr is not None
     assert second.stderr.readline() == f"[ttp] waiting for another ttprun, which pulls to {tmp_path}\n"
     source.faults.release.set()
-    for process, said in ((first, f"{source.url} (4 objects"), (second, f"{source.url} already (4 objects")):
+    for process, count in ((first, f"{source.url} (4 objects"), (second, f"{source.url} already (4 objects")):
         assert process.wait(60) == 0
         assert process.stderr is not None
-        assert f"[ttp] {tmp_path} has what is in {said}" in process.stderr.read()
+        assert f"[ttp] {tmp_path} has what is in {count}" in process.stderr.read()
     assert _files(tmp_path) == OBJECTS
     assert len(source.read()) == 5 + 1  # the one that was held is asked for again
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("gcs://bucket/data=here", r"TTP_PULL: gcs://bucket/data: gcs:// is no store that is known"),
         ("s3://B/data=here", r"TTP_PULL: s3://B/data: 'B' is no name of a bucket"),
@@ -398,14 +403,14 @@ def test_nodes_that_share_a_folder_pull_once(
         ("file:///data=/data/here", r"TTP_PULL: /data/here is inside file:///data, so"),
     ],
 )
-def test_what_is_refused_before_a_store_is_asked(text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_settings_that_are_refused_before_a_store_is_contacted(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         before_start.require_pulls(config.load({"TTP_PULL": text}).of(StoreSettings))
 
 
 def _job(launcher: Launcher, *options: str, **environment: str) -> int:
     script = launcher.script("print(open('here/data').read(), open('more/data').read(), flush=True)")
-    return launcher.start(*ONE, *options, script, before=HEARS_CTRL_C, **environment)
+    return launcher.start(*ONE, *options, script, prelude=HEARS_CTRL_C, **environment)
 
 
 @pytest.mark.parametrize("enabled", ["True", "False"])
@@ -437,17 +442,17 @@ REFUSED: Mapping[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_pulled_starts_nothing(
+def test_a_failed_pull_starts_no_worker(
     case: str, faults: FaultProxy, server: str, launcher: Launcher
 ) -> None:
-    text, without, why = REFUSED[case]
+    text, without, reason = REFUSED[case]
     Source("s3://bucket/data", faults, server).put("one", b"1")
     environment = {**object_store.CREDENTIALS, without: ""} if without else object_store.CREDENTIALS
     result = launcher.wait(
         _job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment), code=2
     )
     assert len(result.log.splitlines()) == 1
-    assert result.log.startswith(f"ttprun: error: {why}")
+    assert result.log.startswith(f"ttprun: error: {reason}")
     assert not (launcher.folder / "here").exists()
 
 

@@ -28,7 +28,7 @@ def test_a_step_that_is_made_again_reads_the_same() -> None:
     assert [read(replay, step) for step in (3, 4)] == [[4, 5], [6, 7]]
 
 
-def test_a_step_that_was_begun_reads_on_behind_what_it_has_read() -> None:
+def test_a_begun_step_reads_on_after_its_last_item() -> None:
     replay = DataRewind(count())
     read(replay, 1)
     read(replay, 2, items=1)
@@ -58,7 +58,7 @@ def test_a_step_is_rewound_repeatedly() -> None:
 
 
 def test_two_steps_back() -> None:
-    """With a local copy a rank that is ahead goes back one further step."""
+    """With a local copy a rank that is ahead goes back one step more."""
     replay = DataRewind(count())
     for step in (1, 2, 3):
         read(replay, step)
@@ -83,7 +83,7 @@ def test_the_number_of_reads_of_a_step() -> None:
 
 
 class FailsOnce(Iterator[int]):
-    """Counts; like torch's iterators it advances before it raises."""
+    """An iterator of numbers; like torch's iterators it advances before it raises."""
 
     def __init__(self, fails_at: int) -> None:
         self._numbers = count()

@@ -1,4 +1,4 @@
-"""A trace and a dump of chosen steps: their files, and that they do not change training."""
+"""Traces and dumps of chosen steps: the files, and training that is unchanged by them."""
 
 from __future__ import annotations
 

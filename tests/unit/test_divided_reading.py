@@ -1,4 +1,4 @@
-"""Each byte that ranks see is read by exactly one rank that sees it, whatever the ranks load."""
+"""Each byte visible to several ranks is read by exactly one of them, for any set of loaded files."""
 
 from __future__ import annotations
 

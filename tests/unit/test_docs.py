@@ -201,7 +201,7 @@ def test_the_memory_of_usual_layouts() -> None:
             24 * parameter_gb / d,
         ]
         assert int(ranks.replace(",", "")) == tp * pp * d
-        assert figures.split(" | ") == [f"{one:.1f}" for one in expected]
+        assert figures.split(" | ") == [f"{gigabytes:.1f}" for gigabytes in expected]
     costs = (ROOT / "docs/costs.md").read_text()
     assert all(formula in costs for formula in ("12·N/d", "16·N/d", "24·N/d"))
 

@@ -65,7 +65,7 @@ def test_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         ("TTP_LOG_PATH", "/proc/logs", "logs", "/proc/logs cannot be written"),
     ],
 )
-def test_what_a_job_would_be_refused_for(
+def test_settings_for_which_a_job_would_be_refused(
     variable: str,
     value: str,
     name: str,

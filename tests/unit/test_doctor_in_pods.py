@@ -1,4 +1,4 @@
-"""`ttp doctor` as a Kubernetes Job: the manifest, and its command in two pods with a network between them."""
+"""`ttp doctor` as a Kubernetes Job: the manifest, and the command in two pods with a network between them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def manifests() -> tuple[dict[str, Any], dict[str, Any]]:
 def network() -> Iterator[Namespaces]:
     if not namespaces.permitted():
         pytest.skip("this user may not make network namespaces")
-    with namespaces.two() as made:
-        yield made
+    with namespaces.two() as network:
+        yield network
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -52,7 +52,7 @@ def test_kubernetes_takes_it(manifests: tuple[dict[str, Any], dict[str, Any]], v
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_the_pods_of_a_job(version: str) -> None:
-    """What JobSet makes a Job of; Trainer's own kinds have no schema there."""
+    """Validate the Job of the JobSet; Trainer's own kinds have no schema in the package."""
     validator = pytest.importorskip("kubernetes_validate")
     runtime, _ = yaml.safe_load_all((MANIFESTS / "several_nodes.yaml").read_text())
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -68,11 +68,11 @@ def test_the_service_has_the_pods(manifests: tuple[dict[str, Any], dict[str, Any
     (container,) = pod["containers"]
     assert f"--nodes={job['spec']['completions']}" in container["args"]
     assert job["spec"]["parallelism"] == job["spec"]["completions"]
-    (named,) = [one["value"] for one in container["env"] if one["name"] == "PET_MASTER_ADDR"]
+    (named,) = [variable["value"] for variable in container["env"] if variable["name"] == "PET_MASTER_ADDR"]
     assert named == f"{job['metadata']['name']}-0.{pod['subdomain']}"
 
 
-def test_it_has_what_the_job_has(manifests: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_the_doctor_has_the_settings_of_the_job(manifests: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """The same user, volumes, devices and settings."""
     runtime, train = yaml.safe_load_all((MANIFESTS / "several_nodes.yaml").read_text())
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -84,10 +84,10 @@ def test_it_has_what_the_job_has(manifests: tuple[dict[str, Any], dict[str, Any]
     assert container["image"] == job["containers"][0]["image"]
     assert container["resources"] == trainer["resourcesPerNode"]
     assert manifests[1]["spec"]["completions"] == trainer["numNodes"]
-    settings = {one["name"]: one["value"] for one in container["env"]}
-    given = {one["name"]: one["value"] for one in trainer["env"]}
+    settings = {variable["name"]: variable["value"] for variable in container["env"]}
+    trained_with = {variable["name"]: variable["value"] for variable in trainer["env"]}
     common = {"TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_PORT", "TTP_GRACE", "GLOO_SOCKET_IFNAME"}
-    assert {name: settings[name] for name in common} == {name: given[name] for name in common}
+    assert {name: settings[name] for name in common} == {name: trained_with[name] for name in common}
     (logs,) = [word.partition("=")[2] for word in trainer["args"] if word.startswith("--ttp-log-path=")]
     assert settings["TTP_LOG_PATH"] == logs
 
@@ -106,19 +106,19 @@ class Pods:
         mounted = {"/checkpoints": str(folder / "save"), "/etc/ttp": str(folder / "tls")}
 
         def here(word: str) -> str:
-            return re.sub("|".join(mounted), lambda found: mounted[found[0]], word)
+            return re.sub("|".join(mounted), lambda match: mounted[match[0]], word)
 
         (container,) = job["spec"]["template"]["spec"]["containers"]
         program, *command = container["command"]
-        words = [here(word) for word in container["args"]]
-        words[words.index(f"--nodes={job['spec']['completions']}")] = f"--nodes={PODS}"
-        self._command = [str(Path(sys.executable).with_name(program)), *command, *words, "--write-mib=1"]
-        given = {one["name"]: here(one["value"]) for one in container["env"]}
-        given["GLOO_SOCKET_IFNAME"] = namespaces.LINK
-        self._environment = {**os.environ, **given}
+        arguments = [here(word) for word in container["args"]]
+        arguments[arguments.index(f"--nodes={job['spec']['completions']}")] = f"--nodes={PODS}"
+        self._command = [str(Path(sys.executable).with_name(program)), *command, *arguments, "--write-mib=1"]
+        variables = {variable["name"]: here(variable["value"]) for variable in container["env"]}
+        variables["GLOO_SOCKET_IFNAME"] = namespaces.LINK
+        self._environment = {**os.environ, **variables}
 
     def run(self) -> list[tuple[int, str]]:
-        """Return how each pod ends, and what it prints."""
+        """Return the exit code and the output of each pod."""
         running = [self._start(index) for index in range(PODS)]
         printed = [pod.communicate()[0] for pod in running]
         return [(pod.returncode, output) for pod, output in zip(running, printed, strict=True)]
@@ -139,8 +139,8 @@ class Pods:
 
 def levels(output: str) -> dict[str, str]:
     """Return the level of each check of a pod."""
-    found = re.findall(r"^(OK|WARN|FAIL) +(\S+) +\S", output, re.MULTILINE)
-    return {name: level for level, name in found}
+    findings = re.findall(r"^(OK|WARN|FAIL) +(\S+) +\S", output, re.MULTILINE)
+    return {name: level for level, name in findings}
 
 
 def test_its_command_in_two_pods(

@@ -73,7 +73,7 @@ def test_a_node_leaves_while_another_one_removes_the_folder(
             leaving.second = barrier.wait(LONG_S)
 
     def look(path: Any) -> Any:
-        """The second one looks into the folder when it has just gone."""
+        """Let the second call look into the folder just after its removal."""
         if getattr(leaving, "second", False) and isinstance(path, Path):
             waiting.until(lambda: not path.exists(), "the folder removed")
         return scandir(path)
@@ -112,7 +112,7 @@ def test_one_node_has_certificates_and_the_other_has_none(
     assert [node.levels()["ports"][0] for node in (secured, plain)] == ["FAIL", "FAIL"]
 
 
-def test_a_port_on_which_nobody_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     (port,) = free_ports(1)
     (finding,) = doctor_nodes.reach([Peer("n1", "127.0.0.1", (port,))], None)
     assert (finding.level, finding.words) == (

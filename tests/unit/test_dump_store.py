@@ -135,7 +135,9 @@ def test_several_threads_reconnect_to_an_idle_store(address: str) -> None:
 
 @ADDRESSES
 def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
-    """A main thread waiting there at another incident raises what torch's own store would raise."""
+    """A main thread that waits at the store during another incident raises the same error as at torch's
+    store.
+    """
     main, standings = threading.get_ident(), list[Standing | None]()
 
     def wake() -> None:
@@ -297,10 +299,10 @@ def test_the_limit_of_unproved_connections(
         assert proved.get("g/1") == b"here"
         strangers = []
         for _ in range(limit_of_strangers):
-            one = socket.create_connection(("127.0.0.1", opened.place.port), LONG_S)
-            stack.callback(one.close)
-            assert one.recv(64), "it is asked for its proof, so it is in"
-            strangers.append(one)
+            opened_connection = socket.create_connection(("127.0.0.1", opened.place.port), LONG_S)
+            stack.callback(opened_connection.close)
+            assert opened_connection.recv(64), "it is asked for its proof, so it is in"
+            strangers.append(opened_connection)
         assert [is_shut(stranger) for stranger in strangers] == [False] * limit_of_strangers
         late = opened.client()
         assert late.get("g/1") == b"here"

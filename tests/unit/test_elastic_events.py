@@ -41,9 +41,9 @@ threading.Event().wait(600)
 """
 
 
-def train(launcher: Launcher, what: str) -> Ended:
+def train(launcher: Launcher, action: str) -> Ended:
     script = launcher.script(FAILS)
-    return launcher.run(*TWO, "--event-log-handler", "ours", script, before=HANDLER.format(what=what))
+    return launcher.run(*TWO, "--event-log-handler", "ours", script, prelude=HANDLER.format(what=action))
 
 
 def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None:
@@ -54,12 +54,17 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
     assert [event["name"] for event in (incident, verdict)] == ["ttp.incident", "ttp.verdict"]
     assert [event["source"] for event in (incident, verdict)] == ["AGENT", "AGENT"]
     assert incident["timestamp"] <= verdict["timestamp"]
-    told: dict[str, Any] = verdict["metadata"]
-    assert (told["rank"], told["step"], told["outcome"], told["exit_code"]) == (1, None, "nothing", 1)
-    assert told["cause"].startswith("rank 1 raised ValueError: bad sample")
-    assert told["cause"] in result.last_line
-    assert (told["incident"], told["group_rank"]) == (1, 0)
-    assert {**told, "outcome": None, "exit_code": None} == {
+    metadata: dict[str, Any] = verdict["metadata"]
+    assert (metadata["rank"], metadata["step"], metadata["outcome"], metadata["exit_code"]) == (
+        1,
+        None,
+        "nothing",
+        1,
+    )
+    assert metadata["cause"].startswith("rank 1 raised ValueError: bad sample")
+    assert metadata["cause"] in result.last_line
+    assert (metadata["incident"], metadata["group_rank"]) == (1, 0)
+    assert {**metadata, "outcome": None, "exit_code": None} == {
         **incident["metadata"],
         "outcome": None,
         "exit_code": None,
@@ -71,13 +76,13 @@ def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None
     "the handler of torch elastic's events raises, or never returns",
     "the verdict and the exit code as ever",
 )
-@pytest.mark.parametrize("what", [RAISES, HANGS], ids=["raises", "hangs"])
-def test_a_handler_stops_nothing(launcher: Launcher, what: str) -> None:
-    result = train(launcher, what)
+@pytest.mark.parametrize("action", [RAISES, HANGS], ids=["raises", "hangs"])
+def test_a_handler_stops_nothing(launcher: Launcher, action: str) -> None:
+    result = train(launcher, action)
     assert result.code == 1, result.log
     assert "[ttp] rank 1 raised ValueError: bad sample" in result.log
     raised = "[ttp] an event of torch elastic is not recorded: OSError: no such collector"
-    assert (raised in result.log) == (what == RAISES)
+    assert (raised in result.log) == (action == RAISES)
 
 
 def test_a_handler_that_there_is_not_is_one_line(launcher: Launcher) -> None:
@@ -108,9 +113,9 @@ def test_an_incident_that_was_recovered_online_is_recorded_too(monkeypatch: pyte
     incident, recovered = (handler.got.get(timeout=LONG_S) for _ in range(2))
     assert [event["name"] for event in (incident, recovered)] == ["ttp.incident", "ttp.verdict"]
     assert recovered["timestamp"] - incident["timestamp"] == pytest.approx(900, abs=2)
-    known = {"run_id": "a-job", "group_rank": 1, "incident": 3, "rank": 2, "step": 47, "cause": line}
-    assert incident["metadata"] == known
-    assert recovered["metadata"] == {**known, "outcome": "recovered", "exit_code": None}
+    common = {"run_id": "a-job", "group_rank": 1, "incident": 3, "rank": 2, "step": 47, "cause": line}
+    assert incident["metadata"] == common
+    assert recovered["metadata"] == {**common, "outcome": "recovered", "exit_code": None}
 
 
 def test_an_incident_that_no_rank_caused_is_recorded_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

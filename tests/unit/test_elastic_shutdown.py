@@ -13,7 +13,7 @@ from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_worker_whose_status_is_taken_before_the_signal(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
-    """torch checks that a worker lives, then signals its process group, which may be gone by then."""
+    """torch checks that a worker is alive, then signals its process group, which may have ended meanwhile."""
     calls: list[Any] = []
 
     def shutdown(agent: SurvivorsAgent, *args: Any) -> None:

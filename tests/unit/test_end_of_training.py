@@ -45,7 +45,7 @@ waiting.exist(here / "finished0", here / "finished1")
 
 
 @pytest.mark.parametrize(
-    ("after", "cause"),
+    ("ending", "cause"),
     [
         ("if rank == '1': atexit.register(os.kill, os.getpid(), signal.SIGSEGV)", "SIGSEGV after its script"),
         ("if rank == '1': os.abort()", "SIGABRT"),
@@ -53,8 +53,8 @@ waiting.exist(here / "finished0", here / "finished1")
     ],
     ids=["teardown", "last-call", "left-by-itself"],
 )
-def test_a_death_behind_a_finished_training(after: str, cause: str, launcher: Launcher) -> None:
-    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+def test_a_death_behind_a_finished_training(ending: str, cause: str, launcher: Launcher) -> None:
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + ending))
     assert (result.code, starts(result)) == (0, 2), result.log
     (line,) = [line for line in result.log.splitlines() if line.startswith("[ttp] rank 1 ")]
     assert cause in line
@@ -75,8 +75,8 @@ atexit.register(upload)
 
 
 def test_others_come_to_their_ends_after_a_death(launcher: Launcher, tmp_path: Path) -> None:
-    after = f"if rank == '1': os.abort()\n{EXPORTS}"
-    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+    ending = f"if rank == '1': os.abort()\n{EXPORTS}"
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + ending))
     assert (result.code, starts(result)) == (0, 2), result.log
     assert (tmp_path / "export").exists()
     assert (tmp_path / "upload").exists()
@@ -91,8 +91,8 @@ def test_others_come_to_their_ends_after_a_death(launcher: Launcher, tmp_path: P
 def test_a_rank_that_does_not_end_behind_a_finished_training(
     last: str, code: int, cause: str, launcher: Launcher
 ) -> None:
-    after = f"if rank == '1': {last}\nthreading.Event().wait(600)"
-    script = launcher.script(TRAINS + FINISHED + after)
+    ending = f"if rank == '1': {last}\nthreading.Event().wait(600)"
+    script = launcher.script(TRAINS + FINISHED + ending)
     result = launcher.run(*TWO, "--max-restarts", "3", "--ttp-ot", "10", script)
     assert (result.code, starts(result)) == (code, 2), result.log
     assert re.search(
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_end_behind_a_finished_training(
 
 def test_a_death_while_another_rank_still_saves(launcher: Launcher) -> None:
     """The last save of the framework may not be whole: all ranks start again, and find what was saved."""
-    after = f"""
+    ending = f"""
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     (here / f"trained{{rank}}").touch()
     waiting.exist(here / "trained0", here / "trained1")
@@ -114,18 +114,20 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.abort()
     threading.Event().wait(600)
 """
-    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
+    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + ending))
     assert (result.code, starts(result)) == (0, 4), result.log
     assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in result.log
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "made"),
+    ("error", "code", "expected_starts"),
     [("OSError('Stale file handle')", 0, 4), ("ValueError('unknown metric')", 1, 2)],
     ids=["may-pass", "lasting"],
 )
-def test_an_exception_in_the_last_evaluation(error: str, code: int, made: int, launcher: Launcher) -> None:
-    after = f"""
+def test_an_exception_in_the_last_evaluation(
+    error: str, code: int, expected_starts: int, launcher: Launcher
+) -> None:
+    ending = f"""
 session.end_training()
 session.board.reach(ScriptStage.TRAINED)
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -137,10 +139,10 @@ if start == "0":
         raise {error}
     threading.Event().wait(600)
 """
-    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
-    assert (result.code, starts(result)) == (code, made), result.log
+    result = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + ending))
+    assert (result.code, starts(result)) == (code, expected_starts), result.log
     assert "step 3 is saved, no finished step is lost" in result.log
-    assert ("not started again: nothing is left to train" in result.log) is (made == 2)
+    assert ("not started again: nothing is left to train" in result.log) is (expected_starts == 2)
 
 
 # A thread on one rank, a child process on the other.
@@ -153,7 +155,7 @@ else:
 """
 
 
-def test_what_keeps_a_script_that_has_ended(launcher: Launcher) -> None:
+def test_threads_and_children_that_keep_an_ended_script_alive(launcher: Launcher) -> None:
     script = launcher.script(TRAINS + FINISHED + KEPT)
     result = launcher.run(*TWO, "--max-restarts", "1", "--ttp-ot", "10", script)
     assert (result.code, starts(result)) == (0, 2), result.log
@@ -184,15 +186,17 @@ def test_an_exception_of_all_ranks_before_training(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "made"),
+    ("failing_code", "expected_starts"),
     [
         (f"if os.environ['RANK'] == '1': {MISMATCH}\nthreading.Event().wait(600)", 4),
         ("raise OSError('Stale file handle')", 6),
     ],
     ids=["of-one-rank", "of-the-system"],
 )
-def test_an_exception_before_training_that_comes_again(what: str, made: int, launcher: Launcher) -> None:
-    script = launcher.script(f"import threading\n{BOTH_START}{what}\n")
+def test_an_exception_before_training_that_comes_again(
+    failing_code: str, expected_starts: int, launcher: Launcher
+) -> None:
+    script = launcher.script(f"import threading\n{BOTH_START}{failing_code}\n")
     result = launcher.run(*TWO, "--max-restarts", "5", script)
-    assert (result.code, starts(result)) == (79, made), result.log
-    assert f"came {made // 2} times before training without a newer checkpoint" in result.last_line
+    assert (result.code, starts(result)) == (79, expected_starts), result.log
+    assert f"came {expected_starts // 2} times before training without a newer checkpoint" in result.last_line

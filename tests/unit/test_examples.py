@@ -39,7 +39,7 @@ def _program(folder: Path, name: str, source: str) -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Any:
-    """Run an example with a ttprun that records its arguments, and two commands as Slurm."""
+    """Run an example with a ttprun that records its arguments, and two commands that act as Slurm."""
     (tmp_path / "here").mkdir()
     recorder = (
         "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
@@ -118,7 +118,7 @@ def test_certificates_are_used_where_there_are_some(shell: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("missing", SEVERAL)
-def test_what_is_missing_is_asked_for(missing: str, shell: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_setting_is_named(missing: str, shell: Any, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         shell("several_nodes.sh", **{**SEVERAL, missing: ""})
     assert f" {missing}: " in capfd.readouterr().err
@@ -157,7 +157,7 @@ def _pod(runtime: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[
     return spec, spec["template"]["spec"], container
 
 
-def test_kubernetes_starts_what_ttprun_understands(
+def test_ttprun_accepts_the_arguments_of_the_manifest(
     manifest: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = manifest[1]["trainer"]
@@ -196,7 +196,7 @@ def test_kubernetes_starts_all_pods_again_or_none(manifest: tuple[dict[str, Any]
     assert failure["rules"][0]["action"] == "FailJobSet"
 
 
-def test_kubernetes_mounts_what_it_names(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_the_manifest_mounts_all_its_volumes(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, pod, container = _pod(manifest[0])
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert sorted(mounted) == sorted(volume["name"] for volume in pod["volumes"])

@@ -1,4 +1,4 @@
-"""What examples/mindspeed_llm checks before anything starts: each mistake is one line that names it."""
+"""The checks of examples/mindspeed_llm before anything starts: each mistake is named in one line."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_alpaca_is_brought_into_the_three_columns(tmp_path: Path) -> None:
         ("a.csv", "", "say a .parquet, .json or .jsonl file"),
     ],
 )
-def test_what_is_no_alpaca(tmp_path: Path, name: str, text: str, line: str) -> None:
+def test_a_file_that_is_not_alpaca_is_refused(tmp_path: Path, name: str, text: str, line: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as raised:
         alpaca.convert(tmp_path / name)
@@ -267,23 +267,23 @@ def test_checkpoints_are_compared_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.fixture
 def flow(tmp_path: Path) -> Any:
-    """Runs flow.sh where python, ttprun and torchrun write down what they are given; without a framework."""
+    """Run flow.sh without a framework; python, ttprun and torchrun record their arguments."""
     tree = tmp_path / "framework"
     (tree / "megatron").mkdir(parents=True)
     (tree / "pretrain_gpt.py").touch()
     calls = tmp_path / "calls"
-    said = {
+    commands = {
         "python": "echo --num-layers 2",
         "torchrun": "echo MindSpeed-LLM:; echo text",
         "ttprun": "exit ${ENDS:-0}",
     }
-    for name, line in said.items():
+    for name, line in commands.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{line}\n')
         path.chmod(0o755)
 
-    def run(*arguments: str, **more: str) -> tuple[int, str, list[str]]:
+    def run(*arguments: str, **variables: str) -> tuple[int, str, list[str]]:
         environ = {
             "MINDSPEED_LLM": str(tree),
             "OUT": str(tmp_path / "out"),
@@ -291,7 +291,7 @@ def flow(tmp_path: Path) -> Any:
         }
         calls.write_text("")
         command = ["bash", str(EXAMPLE / "flow.sh"), *arguments]
-        completed = captured(command, env={**environ, "KILL": "", **more}, cwd=tmp_path)
+        completed = captured(command, env={**environ, "KILL": "", **variables}, cwd=tmp_path)
         trained = [line for line in calls.read_text().splitlines() if not line.startswith("python")]
         return completed.returncode, completed.stdout + completed.stderr, trained
 
@@ -301,25 +301,25 @@ def flow(tmp_path: Path) -> Any:
 def test_a_step_that_is_done_is_not_done_again(flow: Any, tmp_path: Path) -> None:
     (tmp_path / "out/given").mkdir(parents=True)
     (tmp_path / "out/given/corpus.json").touch()
-    code, said, calls = flow("--tiny", ENDS="7")
-    assert code == 2, said
-    assert said.splitlines()[-1].startswith("flow.sh: error: pretrain: exit code 7; all of it: ")
+    code, output, calls = flow("--tiny", ENDS="7")
+    assert code == 2, output
+    assert output.splitlines()[-1].startswith("flow.sh: error: pretrain: exit code 7; all of it: ")
     assert [call.split()[0] for call in calls] == ["ttprun"]
     assert f"--load {tmp_path}/out/converted --finetune --save {tmp_path}/out/pretrain" in calls[0]
 
     saved = tmp_path / "out/pretrain/latest_checkpointed_iteration.txt"
     saved.parent.mkdir()
     saved.write_text("3")
-    code, said, calls = flow("--tiny", VERIFY="")
-    assert code == 0, said
-    assert "convert: done before" in said
+    code, output, calls = flow("--tiny", VERIFY="")
+    assert code == 0, output
+    assert "convert: done before" in output
     assert [call.split()[0] for call in calls] == ["ttprun"] * 3 + ["torchrun"] * 3
     assert f"--load {tmp_path}/out/pretrain --save {tmp_path}/out/pretrain" in calls[0]
     assert f"--load {tmp_path}/out/tune --finetune --save {tmp_path}/out/lora" in calls[2]
 
     assert flow("--tiny", VERIFY="")[2] == []
-    again = flow("--tiny", "--from", "chat", VERIFY="")[2]
-    assert ["--task chat" in call for call in again] == [True, False]
+    resumed = flow("--tiny", "--from", "chat", VERIFY="")[2]
+    assert ["--task chat" in call for call in resumed] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ def test_a_step_that_is_done_is_not_done_again(flow: Any, tmp_path: Path) -> Non
 def test_a_wrong_start_of_the_flow(
     flow: Any, arguments: tuple[str, ...], environ: dict[str, str], line: str
 ) -> None:
-    code, said, calls = flow(*arguments, **environ)
+    code, output, calls = flow(*arguments, **environ)
     assert (code, calls) == (2, [])
-    assert said.startswith("flow.sh: error: ")
-    assert line in said
-    assert said.count("\n") == 1
+    assert output.startswith("flow.sh: error: ")
+    assert line in output
+    assert output.count("\n") == 1

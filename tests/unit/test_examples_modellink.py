@@ -83,7 +83,7 @@ def test_one_node(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (training.local_copy_os, training.use_flash_attn, training.deepspeed) == (False, False, False)
 
 
-def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_nodes_with_all_settings(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {
         "NPUS_PER_NODE": "7",
         "GLOBAL_BATCH": "56",

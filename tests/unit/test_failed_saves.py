@@ -83,7 +83,7 @@ def test_the_error_of_the_system_behind_others_is_named(everyone: dist.ProcessGr
 
 
 def test_an_error_without_a_text_is_not_named(everyone: dist.ProcessGroup) -> None:
-    """Megatron-core reads its writers' queue, which is empty after a writer's end."""
+    """Megatron-core reads the queue of its writers, which is empty after the end of a writer."""
     agreement = SaveAgreement(everyone, FOLDER)
     with agreement.noting():
         try:
@@ -219,7 +219,7 @@ with contextlib.suppress(torch.OutOfMemoryError):
 
 @pytest.mark.parametrize("find", [prepare.megatron_lm, prepare.megatron_core])
 def test_a_rank_whose_writers_have_failed_joins_the_gather(find: Callable[[], Path], tmp_path: Path) -> None:
-    """With Megatron's own end of a `torch_dist` save and its writers' queue."""
+    """With Megatron's own end of a `torch_dist` save and the queue of its writers."""
     try:
         framework = find()
     except prepare.NotPreparedError as error:

@@ -62,8 +62,8 @@ def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
     assert succession.is_mine
 
 
-def test_a_node_that_does_not_know_all_standby_nodes_goes_nowhere() -> None:
-    """Otherwise it would go to another controller than the nodes that know all."""
+def test_a_node_that_does_not_know_all_standby_nodes_does_not_move() -> None:
+    """A node that does not know all standby nodes would go to another controller than the others."""
     succession = Succession(2, 9)
     for order in (FIRST, AgentHello(3, (6, 7), ENDPOINT), AgentHello(1, (2, 3), ENDPOINT)):
         assert not succession.knows_standby_endpoints
@@ -121,7 +121,7 @@ def test_the_controller_is_lost_when_a_spare_node_has_the_place_of_node_0() -> N
     assert (succession.lost_homes, succession.go_on(), succession.lost_homes) == ([], True, [1])
 
 
-def test_a_new_controller_is_told_of_orders_that_changed_more_than_doors() -> None:
+def test_a_new_controller_gets_the_orders_that_changed_more_than_doors() -> None:
     succession = Succession(2, 3)
     for message in (Freeze(1), PresenceProbe(1)):
         succession.accept(Addressed(4, message))
@@ -143,7 +143,7 @@ def test_the_messages_to_a_new_controller() -> None:
     assert succession.all_again[-1] == ReplayComplete(2, VERDICT)
 
 
-def test_which_controller_is_obeyed() -> None:
+def test_the_newest_controller_is_obeyed() -> None:
     succession = Succession(2, 3)
     layout = Layout(0, (), "/save", 0, "same")
     assert [succession.accept(order) for order in (FIRST, layout, Welcome())] == [False] * 3
@@ -152,7 +152,7 @@ def test_which_controller_is_obeyed() -> None:
     assert [succession.accept(VERDICT), succession.accept(VERDICT)] == [True, False]
 
 
-def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() -> None:
+def test_the_next_controller_gets_the_new_process_and_no_ended_incident() -> None:
     """Rank 4 was replaced, rank 5 raised and continued; later failures are reported."""
     succession = Succession(2, 4)
     first, second = Layout(4, (), "/save", 0, "same"), Layout(4, (), "/save", 0, "same")
@@ -251,7 +251,7 @@ def test_a_spare_node_takes_over_before_it_knows_a_layout() -> None:
     assert job.verdict.outcome == "lost"
 
 
-def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:
+def test_a_node_given_up_during_its_report_gets_the_verdict() -> None:
     """Its packets were delayed; without the verdict it would wait forever."""
     job = Controller(3, 120.0, ("store", 1, b""), term=1)
     layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same") for rank in range(3)]

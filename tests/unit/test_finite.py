@@ -1,4 +1,4 @@
-"""Numbers that are not finite are found at the dump, with their shard and its holder."""
+"""Numbers that are not finite are reported at the dump, with the shard and the holder."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _dump(tmp_path: Path, spoilt: int, key: str, value: float, doubt: Callable[.
 def test_a_shard_is_doubted_before_anything_is_written(
     tmp_path: Path, shard: int, key: str, value: float
 ) -> None:
-    def refuse(what: str, ranks: Sequence[int]) -> None:
-        raise _Refused(what, list(ranks))
+    def refuse(text: str, ranks: Sequence[int]) -> None:
+        raise _Refused(text, list(ranks))
 
     sent, refused = _dump(tmp_path, shard, key, value, refuse)
     assert sent is None, "who gave it has done its part"
@@ -90,7 +90,7 @@ def test_a_shard_is_doubted_before_anything_is_written(
 
 
 def test_an_accepted_shard_is_written_unchanged(tmp_path: Path) -> None:
-    _, written = _dump(tmp_path, 1, "exp_avg", math.nan, lambda what, ranks: None)
+    _, written = _dump(tmp_path, 1, "exp_avg", math.nan, lambda text, ranks: None)
     assert written.not_finite == "shard 1 of 2 (exp_avg) is not finite"
     saved = load(tmp_path / "mp_rank_00/distrib_optim.pt.1")[0][torch.bfloat16, torch.float32]["exp_avg"]
     assert saved.isnan().sum() == 1
@@ -175,7 +175,7 @@ def test_no_worker_writes_outside_of_the_save_folder(tmp_path: Path, folder: str
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_writer_that_does_not_see_the_folder_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_writer_that_does_not_see_the_folder_names_the_folder(tmp_path: Path) -> None:
     """Another node's agent made the folder on that node's disk."""
     (tmp_path / "save").mkdir()
     trainee = MegatronTrainee(

@@ -1,4 +1,4 @@
-"""What a save folder has to be."""
+"""The requirements for a save folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_folder_is_made(tmp_path: Path) -> None:
 def test_an_object_store_is_no_folder(
     save: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last words, and the regular saves beside them, would be in a folder `msc:` of one machine."""
+    """Last words and regular saves would land in a folder named `msc:` on one machine."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"--save is .*: the checkpoint after a failure needs a folder"):
         save_folder_claim.require_writable(save)
@@ -33,7 +33,7 @@ def test_an_object_store_is_no_folder(
 @pytest.mark.robustness(
     "B9", "training begins anew in a folder whose tracker is gone", "one line names the newest checkpoint"
 )
-def test_checkpoints_that_no_tracker_names_are_told(
+def test_checkpoints_without_a_tracker_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = publish.prepare(tmp_path, 30)
@@ -44,10 +44,10 @@ def test_checkpoints_that_no_tracker_names_are_told(
     refused = f"--save {tmp_path} holds step 30, but training begins at step"
     remedy = "load step 30, or choose another folder"
     back = f"; to go back to step 20, write 20 into {tmp_path / naming.TRACKER}"
-    for step, words in ((0, ""), (20, back)):
+    for step, advice in ((0, ""), (20, back)):
         with pytest.raises(ConfigError) as caught:
             save_folder_claim.require_no_later_step(tmp_path, step)
-        assert str(caught.value) == f"{refused} {step}: {remedy}{words}"
+        assert str(caught.value) == f"{refused} {step}: {remedy}{advice}"
     assert said(capsys) == ""
     (tmp_path / naming.TRACKER).unlink()
     save_folder_claim.require_no_later_step(tmp_path, 0)

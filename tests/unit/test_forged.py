@@ -1,4 +1,4 @@
-"""Answers of a node that was not asked, and a hello that claims the place of a lost node."""
+"""Answers from a node that was not asked, and a hello that claims the place of a lost node."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def test_a_place_is_given_by_node_0_and_only_that_of_a_lost_node() -> None:
 
 @pytest.mark.robustness("C1", "an agent comes in a place that a spare node has taken", "it is rejected")
 def test_the_place_that_a_spare_node_has_taken() -> None:
-    """The next controller knows it from the previous one, so coming first gives no advantage."""
+    """The next controller learns the owner from the previous controller; being the first to connect gives no
+    advantage.
+    """
     job = AskedJob()
     lost_hello, spare = AgentHello(2, (4, 5)), AgentHello(2, (4, 5), owner="a")
     job.registry = AgentRegistry(6, 3)

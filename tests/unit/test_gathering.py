@@ -1,4 +1,4 @@
-"""Between the updates of a chain no parameters are gathered; at its end all of them are."""
+"""No parameters are gathered between the updates of a chain; all are gathered at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Part:
-    """Of a model."""
+    """A part of a model."""
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,10 @@ def test_skipped_steps_and_the_copy(copying: Worker) -> None:
 
 
 @pytest.mark.usefixtures("restless")
-def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
-    """It trains at full speed, skipping every fifth step; it is brought to a step, then back."""
+def test_a_frozen_rank_holds_every_step_that_it_offers_in_any_race() -> None:
+    """The rank trains at full speed and skips every fifth step; then it is brought forward to a step, or
+    back.
+    """
     draw = random.Random(5)
     for _ in range(200):
         jobs = make()

@@ -14,7 +14,7 @@ config, data, registry = module("config"), module("data"), module("registry")
 
 
 class TestRegistry:
-    def test_what_is_registered_is_found(self) -> None:
+    def test_a_registered_part_is_returned(self) -> None:
         part = registry.register("vegetable", "leek")(lambda: 1)
         assert registry.find("vegetable", "leek") is part
 
@@ -79,7 +79,7 @@ class TestConfig:
             ("a: [", "is no YAML"),
         ],
     )
-    def test_what_is_not_understood_is_refused(self, text: str, message: str, tmp_path: Path) -> None:
+    def test_unknown_settings_are_refused(self, text: str, message: str, tmp_path: Path) -> None:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ValueError, match=message) as raised:
             config.load(tmp_path / "bad.yaml")
@@ -112,7 +112,7 @@ class TestText:
         assert data.clean(raw) == cleaned
 
     def test_all_passages_are_found(self, tmp_path: Path) -> None:
-        """The guide loses the last one, and what follows a tab."""
+        """The guide loses the last passage and the text after a tab."""
         text = tmp_path / "text"
         text.write_text(
             " = One = \n\n a b . \n c\td \n\n = = Part = = \n e \n = Two = \n = Three = \n last \n"
@@ -132,7 +132,7 @@ class TestText:
 class TestTokens:
     DOCUMENTS = ([1, 2, 3, 0], [4, 0], [5, 6, 7, 8, 9, 0])
 
-    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+    def test_written_tokens_are_read_back(self, tmp_path: Path) -> None:
         assert data.write_tokens(tmp_path / "text", self.DOCUMENTS, 1000) == 12
         assert data.read_tokens(tmp_path / "text").tolist() == [
             token for row in self.DOCUMENTS for token in row

@@ -24,7 +24,7 @@ generate, evaluate, tokenizer = module("generate"), module("evaluate"), module("
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Megatron-core is imported there, and its warnings are its own."""
+    """Run the model checks in a process with Megatron-core, whose warnings stay in that process."""
     options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-W", "ignore"]
     checks = [f"--basetemp={tmp_path / 'checks'}", "tests/unit/gpt2_model_checks.py"]
     path = os.pathsep.join([str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")])
@@ -80,7 +80,7 @@ def test_the_penalty_is_that_of_each_row() -> None:
 
 
 def test_each_line_of_a_file_is_a_prompt(tmp_path: Path) -> None:
-    """The guide extends its list by a line, which makes each character a prompt."""
+    """The guide extends its list by a line, so each character becomes a prompt."""
     (tmp_path / "prompts").write_text("first one\nsecond\n")
     assert generate.prompts_in(tmp_path / "prompts") == ["first one", "second"]
     (tmp_path / "prompts").write_text("first\n\nthird\n")

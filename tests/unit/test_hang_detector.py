@@ -58,7 +58,7 @@ def test_a_job_with_slow_steps_has_more_time() -> None:
 
 
 def test_kernels_that_end_by_themselves_shorten_the_time() -> None:
-    """A step of a third of that time keeps the limit of its own steps."""
+    """A limit for a step below a third of the kernel time stays unchanged."""
     watch = HangDetector(0, 120.0)
     boards = [IN_A_STEP, _changed(kernel_timeout=100.0)]
     assert not _still_for(watch, 74, [*boards, IN_A_STEP])
@@ -134,7 +134,7 @@ def test_a_rank_between_steps_waits_or_is_awaited(boards: list[BoardRecord], han
         _still_for(HangDetector(node, 10.0), 10, boards_of_node)[-1]
         for node, boards_of_node in enumerate(apart)
     ]
-    assert hang(still for still in report if isinstance(still, NodeStalled)) is hangs
+    assert hang(stalled for stalled in report if isinstance(stalled, NodeStalled)) is hangs
 
 
 def _in_a_phase(rank: int, usual: float, **fields: Any) -> BoardRecord:
@@ -223,7 +223,7 @@ def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
 
 
 def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
-    """Return the report on this thread while it waits in `act` for the event."""
+    """Return the report on this thread while `act` waits for the event."""
     written, release = threading.Event(), threading.Event()
 
     def ask() -> Standing | None:
@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "waits"),
+    ("line", "is_wait"),
     [
         ("self.grad_reduce_handle.wait()", True),
         ("torch.cuda.synchronize()", True),
@@ -312,5 +312,5 @@ def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None
         ("data = self._data_queue.get(timeout=timeout)", False),
     ],
 )
-def test_a_collective_is_known_by_its_call(line: str, waits: bool) -> None:
-    assert bool(stacks._WAITS.search(line)) is waits
+def test_a_collective_is_known_by_its_call(line: str, is_wait: bool) -> None:
+    assert bool(stacks._WAITS.search(line)) is is_wait

@@ -1,4 +1,4 @@
-"""A job that hangs, as its agent sees it: exceptions to the rule, and the stacks before any rank is ended."""
+"""A hanging job as its agent sees it: exceptions to the rule, and the stacks before a rank is ended."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_rank_that_dies_while_asked_does_not_block_the_answers() -> None:
 def test_no_process_is_inspected_after_the_end_of_its_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may end during the look; the next generation has its own messages."""
+    """The generation may end during the inspection; the next generation has its own messages."""
     looked: list[dict[int, int]] = []
 
     async def end() -> Workers:

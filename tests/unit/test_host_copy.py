@@ -41,7 +41,7 @@ EVERY = 2
 
 @pytest.fixture
 def new_file() -> Iterator[Callable[[], CopyFile]]:
-    """Return a function that makes copy files as an agent does; they stay open until the end of the test."""
+    """Yield a function that makes copy files as an agent does; all are closed at the end of the test."""
     with ExitStack() as opened:
 
         def make() -> CopyFile:
@@ -53,7 +53,7 @@ def new_file() -> Iterator[Callable[[], CopyFile]]:
 
 
 def trainee(size: int = 4, frozen: int = 0) -> Any:
-    """A rank that trains one layer with Adam; its optimizer has made a step."""
+    """Return a rank that trains one layer with Adam, after one optimizer step."""
     layer = torch.nn.Linear(size, size)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     layer(torch.ones(size)).sum().backward()
@@ -381,7 +381,7 @@ def test_memory_kept_since_the_previous_start_counts_for_the_next_copies(
 
 @dataclass(frozen=True)
 class ReservableFacts:
-    """The facts of a trainee that `reserve` reads, besides its size."""
+    """The facts of a trainee that `reserve` reads, apart from the size."""
 
     survives: str = "none; whatever"
     shares: tuple[Share, ...] = (Share("group", 0, 1),)
@@ -398,8 +398,9 @@ def test_auto_copies_as_often_as_the_share_of_time_allows(
     new_file: Callable[[], CopyFile],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """2 per cent of the time of the steps between two copies. The slowest rank counts; a job that has gone
-    back begins anew, as its new ranks do."""
+    """Copies take at most 2 % of the time between two copies. The slowest rank counts; after a step back the
+    measurement restarts, as on the replaced ranks.
+    """
     ranks = _Ranks(2, new_file, every=None)
     clock = [0.0]
     monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -474,7 +475,7 @@ def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
 
 @pytest.fixture
 def first_files(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> Iterator[list[CopyFile]]:
-    """The files of the first node's rank, as its worker has opened them."""
+    """Yield the files of the first node's rank as its worker has opened them."""
     files = keepers[0][0].own()[0]
     yield files
     for file in files:
@@ -590,7 +591,7 @@ def test_a_copy_that_does_not_arrive_leaves_the_one_that_all_may_have(
 def test_a_generation_that_ends_while_a_copy_is_sent(
     keepers: list[tuple[CopyFiles, CopyKeeper]], first_files: list[CopyFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends just after a piece was sent, before the sender continues."""
+    """The generation ends after a sent piece and before the sender continues."""
     files, giver = keepers.pop(0)
     gone, ask_called = Event(), Event()
     ask = asyncio.run_coroutine_threadsafe
@@ -640,7 +641,7 @@ def test_a_store_that_hangs_keeps_no_ttprun_from_its_end() -> None:
     assert subprocess.run(command, check=False, timeout=LONG_S).returncode == 0
 
 
-def test_entries_of_a_script_are_those_behind_the_step(new_file: Callable[[], CopyFile]) -> None:
+def test_entries_of_a_script_belong_to_the_copied_step(new_file: Callable[[], CopyFile]) -> None:
     """The script keeps counting during the copy."""
     source, file = trainee(), new_file()
     event = Event()

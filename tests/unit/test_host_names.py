@@ -30,7 +30,7 @@ GROUP = (
 
 @pytest.fixture
 def renamed(tmp_path: Path) -> str:
-    """What a fork of the zygote runs first: it is on a machine of that name, and reaches no name server."""
+    """Return code for a fork of the zygote: its machine gets this name and reaches no name server."""
     if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not make UTS and mount namespaces")
     empty = tmp_path / "empty"
@@ -57,7 +57,7 @@ def renamed(tmp_path: Path) -> str:
 )
 def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str, launcher: Launcher) -> None:
     job = ("--nproc-per-node", "2", "--monitor-interval", "0.05", launcher.script(GROUP))
-    result = launcher.run(*arguments, *job, before=renamed + hidden, code=0)
+    result = launcher.run(*arguments, *job, prelude=renamed + hidden, code=0)
     assert result.log.count("ranks 2\n") == 2
     assert f"network addresses of ({NAME}" not in result.log, "torch asks for no address of the name"
 
@@ -68,8 +68,8 @@ def test_one_node_needs_no_name(arguments: list[str], hidden: str, renamed: str,
     "one line, with the flag",
 )
 def test_several_nodes_need_the_name_of_the_node_with_the_store(renamed: str, launcher: Launcher) -> None:
-    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
-    result = launcher.run(*where, launcher.script("print('started')"), before=renamed, code=2)
+    rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
+    result = launcher.run(*rendezvous, launcher.script("print('started')"), prelude=renamed, code=2)
     (line,) = result.log.splitlines()
     assert line.startswith(f"ttprun: error: the host name of this node, '{NAME}', does not resolve: give tt")
     assert " --local-addr with the address " in line
@@ -88,11 +88,20 @@ def test_the_machine_is_known_by_its_addresses(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher: Launcher) -> None:
-    """It may get one while this node waits, as in Kubernetes."""
+    """Node 0 may get an address while this node waits, as in Kubernetes."""
     port = free_port()
-    where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", NAME, "--master-port", str(port))
-    arguments = (*where, "--ttp-tls", "plain", launcher.script("print('started')"))
-    pid = launcher.start(*arguments, before=renamed)
+    rendezvous = (
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(node),
+        "--master-addr",
+        NAME,
+        "--master-port",
+        str(port),
+    )
+    arguments = (*rendezvous, "--ttp-tls", "plain", launcher.script("print('started')"))
+    pid = launcher.start(*arguments, prelude=renamed)
     awaited = f"node {1 - node} of 2 at {NAME}:{port} (the name {NAME} does not resolve on this node)"
     line = f"[ttp] waiting for {awaited}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(line), "it says for what it waits")
@@ -100,7 +109,7 @@ def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher:
     result = launcher.wait(pid)
     assert result.code == 128 + signal.SIGTERM
     assert result.last_line == f"[ttp] ended by SIGTERM while it waited for {awaited}; nothing was started"
-    result = launcher.run("--rdzv-conf", "timeout=1", *arguments, before=renamed, code=2)
+    result = launcher.run("--rdzv-conf", "timeout=1", *arguments, prelude=renamed, code=2)
     assert result.last_line.startswith(
         f"ttprun: error: the host name '{NAME}' does not resolve on this node: correct --master-addr or"
     )
@@ -112,7 +121,7 @@ def test_a_signal_while_one_node_waits_for_its_own_store(launcher: Launcher) -> 
         "def connect(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    threading.Event().wait()\n"
         "rendezvous_store.connect = connect\n"
     )
-    result = launcher.run(launcher.script("print('started')"), before=stopped)
+    result = launcher.run(launcher.script("print('started')"), prelude=stopped)
     assert result.code == 128 + signal.SIGTERM
     assert result.log == (
         "[ttp] ended by SIGTERM while it waited for the rendezvous store of this node; nothing was started\n"

@@ -52,7 +52,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's files 
 
 
 def assert_goes_back(root: Path) -> str:
-    """The newest checkpoint is aside, the older one is used; returns the line that says so."""
+    """Assert that the newest checkpoint was set aside and the older one used; return the reported line."""
     (line,) = resume(root).splitlines()
     assert line.isprintable()
     assert len(line) < 5000
@@ -93,9 +93,9 @@ def _file(body: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_size_that_is_none(root: Path, text: str) -> None:
     path = root / folder(NEWER) / naming.MANIFEST
-    said = path.read_text()
-    size = json.loads(said)["files"][FILES[0]]["bytes"]
-    path.write_text(said.replace(f'"bytes": {size}', text, 1))
+    text_before = path.read_text()
+    size = json.loads(text_before)["files"][FILES[0]]["bytes"]
+    path.write_text(text_before.replace(f'"bytes": {size}', text, 1))
     assert "is not a manifest" in assert_goes_back(root)
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_is_none(root: Path, step: str) -> None:
 @pytest.mark.robustness("B3", IN_MANIFEST, SET_ASIDE)
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 def test_a_number_that_json_does_not_have(root: Path, number: str) -> None:
-    """Where the adaptor takes anything, too: other readers of the file could not read it."""
+    """A float that the adaptor would accept, but other readers of the file could not read."""
     path = root / folder(NEWER) / naming.MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "groups": {"dense": float(number)}}))
     assert "is not a manifest" in assert_goes_back(root)
@@ -168,7 +168,7 @@ def test_names_that_lead_elsewhere(root: Path, name: str) -> None:
     "B3", "a name in a manifest with line ends and of any length", "one line of a bounded size"
 )
 @pytest.mark.parametrize("name", ["x\n[ttp] all is well", "\x1b[2Jx", "y" * 100_000, "caf\udce9.bin"])
-def test_what_is_said_is_one_line(root: Path, name: str) -> None:
+def test_the_message_is_one_line(root: Path, name: str) -> None:
     change_manifest(root, lambda body: body["files"].update({name: _file(body)}))
     assert_goes_back(root)
 
@@ -178,13 +178,13 @@ def _fifo(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    here = Path.cwd()
+    folder_before = Path.cwd()
     os.chdir(path.parent)  # the name of a socket is short
     try:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(folder_before)
 
 
 def _device(path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_tracker_that_names_nothing(root: Path, text: bytes | None) -> None:
     "a stray folder iter_00000015, files named iter_N_tmp_x, steps of other alphabets",
     "ignored in one line",
 )
-def test_what_only_looks_like_a_checkpoint_is_ignored(root: Path) -> None:
+def test_folders_with_similar_names_are_ignored(root: Path) -> None:
     for name in ("iter_00000025", "iter_٠٠٠٠٠٢٥", f"iter_{'9' * 30}", "iter_0000025.bak"):
         shutil.copytree(root / folder(NEWER), root / name)
     for name in ("iter_0000030_tmp_x", "iter_0000031_saving"):
@@ -307,21 +307,21 @@ def test_a_copy_under_another_name_is_not_found(root: Path) -> None:
 
 
 @pytest.mark.robustness("B3", "a left-over folder that cannot be removed", "one line, and the job starts")
-def test_what_cannot_be_removed_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left = root / naming.temporary_name(30)
-    left.mkdir()
-    here = os.open(left, os.O_RDONLY)
+def test_a_folder_that_cannot_be_removed_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left_over = root / naming.temporary_name(30)
+    left_over.mkdir()
+    parent = os.open(left_over, os.O_RDONLY)
     for _ in range(3000):  # more than anybody can walk
-        os.mkdir("d", dir_fd=here)
-        below = os.open("d", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
+        os.mkdir("d", dir_fd=parent)
+        child = os.open("d", os.O_RDONLY, dir_fd=parent)
+        os.close(parent)
+        parent = child
+    os.close(parent)
     try:
         left_overs.clean(root)
-        assert left.exists() == ("cannot be removed" in said(capsys))
+        assert left_over.exists() == ("cannot be removed" in said(capsys))
     finally:
-        subprocess.run(["rm", "-rf", str(left)], check=True)
+        subprocess.run(["rm", "-rf", str(left_over)], check=True)
 
 
 JSON = st.recursive(
@@ -405,18 +405,18 @@ def test_the_tracker_is_not_written_through_a_link(root: Path, victim: Path) -> 
 
 
 @pytest.mark.robustness("C1", LINK, NOT_FOLLOWED)
-@pytest.mark.parametrize("where", ["file", "folder", "dangling"])
-def test_a_file_of_a_dump_is_not_written_through_a_link(root: Path, victim: Path, where: str) -> None:
-    made = publish.prepare(root, 30)
-    path = made / "mp_rank_00" / "model.pt.1"
-    if where == "folder":
+@pytest.mark.parametrize("kind", ["file", "folder", "dangling"])
+def test_a_file_of_a_dump_is_not_written_through_a_link(root: Path, victim: Path, kind: str) -> None:
+    prepared = publish.prepare(root, 30)
+    path = prepared / "mp_rank_00" / "model.pt.1"
+    if kind == "folder":
         path.parent.symlink_to(victim.parent)
         with pytest.raises(OSError, match="mp_rank_00"):
-            HashingFile(path, base_folder=made)
+            HashingFile(path, base_folder=prepared)
         return
     path.parent.mkdir()
-    path.symlink_to(victim if where == "file" else victim.with_name("new"))
-    with HashingFile(path, base_folder=made) as file:
+    path.symlink_to(victim if kind == "file" else victim.with_name("new"))
+    with HashingFile(path, base_folder=prepared) as file:
         file.write(b"mine")
     publish.publish(root, 30, [file.entry("mp_rank_00/model.pt", 1)], {}, 1)
     assert (root / folder(30) / "mp_rank_00/model.pt").read_bytes() == b"mine"
@@ -424,20 +424,20 @@ def test_a_file_of_a_dump_is_not_written_through_a_link(root: Path, victim: Path
 
 @pytest.mark.robustness("C1", LINK, NOT_FOLLOWED)
 def test_a_folder_of_a_dump_is_not_a_link(root: Path, victim: Path) -> None:
-    made = root / naming.temporary_name(30)
-    made.symlink_to(victim.parent)
+    temporary = root / naming.temporary_name(30)
+    temporary.symlink_to(victim.parent)
     with pytest.raises(OSError, match="iter_0000030_tmp"):
-        HashingFile(made / "mp_rank_00" / "model.pt.1", base_folder=made)
-    assert publish.prepare(root, 30) == made
-    assert not made.is_symlink()
+        HashingFile(temporary / "mp_rank_00" / "model.pt.1", base_folder=temporary)
+    assert publish.prepare(root, 30) == temporary
+    assert not temporary.is_symlink()
 
 
 @pytest.mark.robustness("C1", LINK, NOT_FOLLOWED)
 def test_a_manifest_is_not_written_through_a_link(root: Path, victim: Path) -> None:
-    made = publish.prepare(root, 30)
-    with HashingFile(made / "model.pt") as file:
+    prepared = publish.prepare(root, 30)
+    with HashingFile(prepared / "model.pt") as file:
         file.write(b"mine")
-    (made / naming.MANIFEST).symlink_to(victim)
+    (prepared / naming.MANIFEST).symlink_to(victim)
     publish.publish(root, 30, [file.entry("model.pt")], {}, 1)
     assert manifest.defects(root / folder(30)) == []
     saving = root / naming.regular_name(40)
@@ -472,12 +472,12 @@ def test_a_regular_save_goes_into_no_folder_of_another(root: Path) -> None:
     "its folder is 0700 until it has its name",
 )
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
-def test_what_is_being_written_is_private(root: Path, mask: int) -> None:
-    before = os.umask(mask)
+def test_an_unfinished_save_is_private(root: Path, mask: int) -> None:
+    mask_before = os.umask(mask)
     try:
-        made = publish.prepare(root, 30)
+        prepared = publish.prepare(root, 30)
         regular_folder.prepare_regular(root, 40)
-        drafts = (made, root / naming.regular_name(40))
+        drafts = (prepared, root / naming.regular_name(40))
         assert [stat.S_IMODE(path.stat().st_mode) for path in drafts] == [0o700, 0o700]
         for path in drafts:
             with HashingFile(path / "model.pt") as file:
@@ -485,7 +485,7 @@ def test_what_is_being_written_is_private(root: Path, mask: int) -> None:
         publish.publish(root, 30, [file.entry("model.pt")], {}, 1)
         regular_folder.publish_regular(root, 40)
     finally:
-        os.umask(before)
+        os.umask(mask_before)
     for step in (30, 40):
         assert stat.S_IMODE((root / folder(step)).stat().st_mode) == 0o777 & ~mask
 
@@ -493,8 +493,8 @@ def test_what_is_being_written_is_private(root: Path, mask: int) -> None:
 @pytest.mark.robustness("C1", "a forged report of files outside of the folder", "refused in one line")
 @pytest.mark.parametrize("name", ["../../victim/file", "/etc/passwd", ""])
 def test_files_that_were_reported_elsewhere_are_refused(root: Path, victim: Path, name: str) -> None:
-    made = publish.prepare(root, 30)
-    (made / "x").touch()
+    prepared = publish.prepare(root, 30)
+    (prepared / "x").touch()
     with pytest.raises(CheckpointError, match="is no name of a file below the folder"):
         publish.publish(root, 30, [FileEntry("x", 0, None), FileEntry(name, 8, None)], {}, 1)
 
@@ -502,24 +502,24 @@ def test_files_that_were_reported_elsewhere_are_refused(root: Path, victim: Path
 # The lock
 
 
-def _hold(path: Path, ready: threading.Event, done: threading.Event) -> None:
+def _hold(path: Path, ready: threading.Event, release: threading.Event) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     ready.set()
-    done.wait()  # longer than any save is patient
+    release.wait()  # longer than any save is patient
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    ready, done = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_hold, args=(path, ready, done))
+    ready, release = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_hold, args=(path, ready, release))
     thread.start()
     assert ready.wait(60)
     try:
         yield
     finally:
-        done.set()
+        release.set()
         thread.join()
 
 
@@ -528,7 +528,7 @@ def held(path: Path) -> Iterator[None]:
 )
 @pytest.mark.parametrize("name", [naming.LOCK, f"{naming.TRACKER}.tmp", naming.TRACKER])
 def test_a_lock_of_another_user_stops_no_save(root: Path, name: str) -> None:
-    """One that others could open is none of ours."""
+    """A lock file that other users could open is not a lock of the adaptor."""
     with held(root / name):
         assert tracker.advance(root, 30)
         assert tracker.tracked_step(root) == 30

@@ -207,7 +207,7 @@ print(reads, list(recorder.changed_variables()))
     assert run(program) == "[] ['SET_BY_THE_SCRIPT']"
 
 
-def test_a_module_that_reads_all_variables_reads_the_watchdogs_of_a_worker(tmp_path: Path) -> None:
+def test_a_module_that_reads_all_variables_is_imported_by_a_spare(tmp_path: Path) -> None:
     """The adaptor disables them in a worker; a spare still imports such a module."""
     (tmp_path / "first.py").touch()
     (tmp_path / "reads_all.py").write_text(

@@ -1,4 +1,4 @@
-"""The holders of a group write its archives together, each its shards, over a real gloo group."""
+"""The holders of a group write their shards into shared archives, over a real gloo group."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ FILES = ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt")
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, types.SimpleNamespace):
-        return same(vars(left), vars(right))
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+def same(first: Any, right: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return first.dtype == right.dtype and torch.equal(first, right)
+    if isinstance(first, types.SimpleNamespace):
+        return same(vars(first), vars(right))
+    if isinstance(first, dict):
+        return list(first) == list(right) and all(same(first[key], right[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(right) and all(map(same, first, right))
+    return bool(first == right)
 
 
 @pytest.mark.parametrize("block", [BLOCK, 64], ids=["small-files", "many-blocks"])
@@ -148,7 +148,7 @@ def _together(
     return together(tmp_path, [writer, holder])
 
 
-def _ignore(what: str, ranks: Any) -> None:
+def _ignore(text: str, ranks: Any) -> None:
     pass
 
 
@@ -295,7 +295,7 @@ def test_a_failure_without_a_message_is_named_by_both(tmp_path: Path) -> None:
     assert str(written) == "MemoryError"
 
 
-def test_a_holder_whose_disk_refuses_is_named_by_both(tmp_path: Path) -> None:
+def test_a_holder_whose_copy_fails_is_named_by_both_sides(tmp_path: Path) -> None:
     class Full(Device):
         def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -307,7 +307,7 @@ def test_a_holder_whose_disk_refuses_is_named_by_both(tmp_path: Path) -> None:
     assert _files(tmp_path) == []
 
 
-def test_a_writer_whose_disk_refuses_says_so_and_lets_the_holder_go(
+def test_a_writer_whose_disk_fails_reports_the_error_and_releases_the_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Any, stretch: Any) -> Iterator[None]:
@@ -329,7 +329,7 @@ def test_a_writer_whose_disk_refuses_says_so_and_lets_the_holder_go(
 
 
 def test_a_holder_that_is_cancelled_at_any_time_leaves_no_files(tmp_path: Path) -> None:
-    """Its connection ends as at its death; the writer removes the files."""
+    """The connection ends as at the death of the holder; the writer removes the files."""
     for allowed in range(20):
         calls = iter(range(allowed))
         options = {"cancelled": lambda calls=calls: next(calls, None) is None}
@@ -376,8 +376,8 @@ def test_a_shard_that_is_not_finite_is_doubted_and_nothing_stays(tmp_path: Path,
             rank.states[rank.model.b][key][0] = float("nan")
         return rank
 
-    def refuse(what: str, ranks: Any) -> None:
-        raise RankRefusedError(what, list(ranks))
+    def refuse(text: str, ranks: Any) -> None:
+        raise RankRefusedError(text, list(ranks))
 
     written, sent = _together(tmp_path, ranks=ranks, doubt=refuse)
     assert sent is None
@@ -454,7 +454,7 @@ def one_param(numel: int) -> Rank:
 
 
 def half(index: int, count: int, numel: int) -> Rank:
-    """Return one of `count` ranks, each with a shard of a model with one param."""
+    """Return the rank `index` of `count`, each with a shard of a model with one param."""
     rank, shard_numel = one_param(numel), numel // count
     param = rank.model.a
     place = {"gbuf_local": types.SimpleNamespace(start=0, end=shard_numel)}
@@ -464,8 +464,8 @@ def half(index: int, count: int, numel: int) -> Rank:
     return rank
 
 
-def test_shards_of_many_blocks_are_those_of_the_ranks(tmp_path: Path) -> None:
-    """Whole blocks bypass the page cache where the disk allows, the bytes between them do not."""
+def test_shards_of_many_blocks_are_written_unchanged(tmp_path: Path) -> None:
+    """Whole blocks bypass the page cache where the disk allows direct I/O; the bytes between them do not."""
     numel = 3 << 20
     ranks = [half(index, 2, numel) for index in range(2)]
     written, sent = _together(tmp_path, ranks=lambda index: ranks[index])

@@ -1,4 +1,4 @@
-"""A data file of torch.distributed.checkpoint written together by its holders, as torch loads it."""
+"""A data file of torch.distributed.checkpoint, written jointly by its holders and loaded by torch."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ def _expected(make: Callable[[Tensors], Any]) -> Any:
     return make({key: tensor.clone() for key, tensor in rank.states[rank.model.a].items()})
 
 
-def _is_bitwise(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _is_bitwise(first: torch.Tensor, right: torch.Tensor) -> bool:
     # Copy: a single element may have any stride, even when contiguous.
-    flat = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1) for tensor in (left, right)]
+    flat = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1) for tensor in (first, right)]
     flat = [tensor.view(torch.uint8) for tensor in flat]
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*flat)
+    return first.dtype == right.dtype and first.shape == right.shape and torch.equal(*flat)
 
 
 def _out(world: Tensors) -> torch.Tensor:
@@ -168,8 +168,8 @@ def _bits_in_an_object(world: Tensors) -> Any:
 
 
 @pytest.mark.parametrize("make", [_with_a_sum, _in_another_kind_of_value, _as_parameter, _bits_in_an_object])
-def test_an_object_whose_content_is_not_known_is_gathered(make: Callable[[Tensors], Any]) -> None:
-    """torch pickles a tensor without memory as such: a load would restore nothing."""
+def test_an_object_of_unknown_content_is_gathered(make: Callable[[Tensors], Any]) -> None:
+    """torch pickles a tensor without memory as it is: a load would restore nothing."""
     with pytest.raises(CannotBePlanned):
         _written(make, as_object=True)
 
@@ -291,7 +291,7 @@ class _Placed(dcp.RankPart):
 
 
 def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Path) -> bytes:
-    """Return the file that these ranks write in turns, each with its shards."""
+    """Return the file written by these ranks in turn, each with its shards."""
     regions = []
     for entry in layout.entries:
         if isinstance(source := entry.content, Source):

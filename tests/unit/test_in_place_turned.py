@@ -144,7 +144,7 @@ def _lay_out(tensors: Callable[[Tensors], dict[str, Any]]) -> None:
         dcp_layout.lay_out(dcp.RankPart(0, PiecePlanner(tensors(world), {})), planned)
 
 
-def test_runs_are_those_that_lie_in_the_range() -> None:
+def test_runs_are_limited_to_the_range() -> None:
     tensor = torch.arange(BEGIN + EXPERTS * ROWS * COLUMNS)
     view = _matrices(tensor).transpose(-1, -2)[:, 3:, :]
     strided = StridedView(BEGIN + 3, tuple(zip(view.shape, view.stride(), strict=True)))
@@ -161,7 +161,7 @@ def test_runs_are_those_that_lie_in_the_range() -> None:
 
 
 def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that ends inside the matrix has one run per row."""
+    """A shard that ends inside the matrix has a run per row."""
     optimizers = [half(0, 2, 1 << 12).optimizer]
     source = Source(0, 0, "param", 0, 1 << 12, torch.float32, ((64, 1), (64, 64)))
     monkeypatch.setattr(planned_tensors, "_MOST_RUNS", 128)
@@ -172,7 +172,7 @@ def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Far(Device):
-    """A device that counts the bytes copied from it, and the most elements held on the host."""
+    """A device that counts the copied bytes, and the largest number of elements held on the host."""
 
     def __init__(self) -> None:
         self.brought: list[int] = []
@@ -188,7 +188,7 @@ class _Far(Device):
         return copy
 
 
-def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_told_once(
+def test_a_device_copies_a_block_at_once_and_a_number_that_is_not_finite_is_reported_once(
     tmp_path: Path,
 ) -> None:
     rank, device = one_param(1 << 12), _Far()
@@ -210,7 +210,7 @@ def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_tol
 
 
 def _written(file: Path, device: Device, rank: Any, *views: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """Return the file that a rank with all shards writes for views of its param, one after the other.
+    """Return the file that a rank with all shards writes for views of its param, in order.
 
     Args:
         file: the written file.
@@ -260,7 +260,7 @@ def test_matrices_that_lie_in_each_other_are_brought_together(tmp_path: Path) ->
     assert device.brought == [1 << 14]
 
 
-def test_what_lies_between_params_is_zero_where_it_is_turned_round_too(tmp_path: Path) -> None:
+def test_the_padding_between_params_is_zero_in_transposed_tensors_too(tmp_path: Path) -> None:
     rank, world = one_param(1 << 12), torch.rand(1 << 12)
     world[:64] = world[1000:1100] = world[-50:] = 0
     params = [(64, 1000), (1100, (1 << 12) - 50)]

@@ -65,7 +65,7 @@ def test_an_interrupted_call_raises_before_its_result_is_used(monkeypatch: pytes
 
 
 def test_a_wait_in_the_standard_library_is_left_alone() -> None:
-    """It may hold a lock, as at the door."""
+    """The interrupted thread may hold a lock, as at the door."""
     finished, interrupted = threading.Event(), []
 
     def look() -> None:

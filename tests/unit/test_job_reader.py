@@ -13,7 +13,7 @@ from adaptor.operations.job_reader import JobFolderError, JobReader, newest_even
 from adaptor.protocol.records import EVENTS_FILE, STATUS_FILE
 from tests.unit.test_serve import EVENTS, event, incident, job  # noqa: F401
 
-LINES = [msgspec.json.encode(one) + b"\n" for one in EVENTS]
+LINES = [msgspec.json.encode(event) + b"\n" for event in EVENTS]
 
 
 def append(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`ttprun --ttp-serve`: the process that serves a job from the node with its controller."""
+"""`ttprun --ttp-serve`: the process on the controller's node that serves the job."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_other_machines_need_a_token_and_tls(launcher: Launcher) -> None:  # noq
 
 
 def test_the_node_that_takes_over_serves(zygote: subprocess.Popen[str], tmp_path: Path) -> None:  # noqa: F811
-    """It has the seconds in which a stopped worker is waited for: a busy machine gets three tries."""
+    """The take-over is limited by the wait for a stopped worker; a busy machine gets three tries."""
     for number in range(3):
         (folder := tmp_path / str(number)).mkdir()
         url, log = _is_taken_over(zygote, folder)
@@ -153,9 +153,9 @@ def _is_taken_over(zygote: subprocess.Popen[str], tmp_path: Path) -> tuple[str, 
     for number in (0, 1):
         (folder := tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, folder))
-        where = ("--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1")
+        rendezvous = ("--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1")
         ports = ("--master-port", str(store), "--ttp-port", str(port), "--ttp-serve", str(served))
-        pids.append(node.start(*where, *ports, "--ttp-log-path", str(tmp_path / "logs"), str(script)))
+        pids.append(node.start(*rendezvous, *ports, "--ttp-log-path", str(tmp_path / "logs"), str(script)))
     has_status(tmp_path / "logs")
     pid = nodes[1].folder / "pid"
     waiting.written(

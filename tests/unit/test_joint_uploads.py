@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Uploading:
-    """An uploader in a thread of this process, and its output."""
+    """An uploader in a thread of this process, with its output."""
 
     def __init__(self, url: str, endpoint: str, root: Path, node: int, patience: Patience) -> None:
         self.lines: list[str] = []
@@ -54,7 +54,7 @@ class Uploading:
         self._uploader.end()
 
     def end(self) -> list[str]:
-        """Let it send the rest; return its output."""
+        """Let the uploader send the rest; return its output."""
         self.leave()
         self._thread.join()
         return self.lines
@@ -62,7 +62,7 @@ class Uploading:
 
 @pytest.fixture
 def upload(store: Store) -> Iterator[Callable[..., Uploading]]:
-    """Return a function that starts uploaders and ends them after the test."""
+    """Yield a function that starts uploaders; end them after the test."""
     with contextlib.ExitStack() as stack:
 
         def started(
@@ -83,7 +83,7 @@ def joint(store: Store, root: Path, step: int, node: int, patience: Patience) ->
 
 
 def save_part(root: Path, step: int, node: int, *, described: bool = True) -> Path:
-    """Save what the ranks of a node write to a disk of its own; return its folder."""
+    """Save the files of a node's ranks to a disk of the node; return the folder."""
     saving = root / naming.regular_name(step, "0f3a5c21")
     file = saving / FOLDERS[node] / naming.MODEL_FILE
     file.parent.mkdir(parents=True)
@@ -116,8 +116,8 @@ def test_nodes_that_share_a_folder_share_the_work(
 ) -> None:
     """Two processes as agents start them; the second follows the choice of the first.
 
-    No file of the first reaches the store before the second has joined: its requests are held until then,
-    and repeated.
+    No file of the first process reaches the store before the second has joined: until then its requests are
+    held and repeated.
     """
 
     def fault(number: int, method: str, path: str) -> Fault:
@@ -227,7 +227,7 @@ def test_a_part_alone_is_not_led_by_another_node(
 
 @pytest.mark.parametrize("described", [True, False])
 def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Store, tmp_path: Path) -> None:
-    """Its folder exists without one of its files."""
+    """The folder of the node exists without one of its files."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for node, root in enumerate(roots):
         save_part(root, 10, node, described=described)
@@ -244,7 +244,7 @@ def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Sto
 
 
 def test_a_node_that_had_a_part_before_and_does_not_join(store: Store, tmp_path: Path) -> None:
-    """Without a layout file only its disk shows that it has a part."""
+    """Without a layout file only the disk of the node shows that the node has a part."""
     save_part(tmp_path, 10, 0, described=False)
     with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, tmp_path, 10, 0, HASTY).lead(Others(apart={1}), lambda: False)

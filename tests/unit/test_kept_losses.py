@@ -1,4 +1,4 @@
-"""What a rank keeps of the losses of a step is, read again, bit for bit what the framework would add up."""
+"""The kept losses of a step are read back bit for bit as the framework would add them up."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_losses_of_micro_batches(count: int, dtype: torch.dtype, shape: tuple[in
     assert step_log.are_few(losses)
     back = step_log.losses_of_numbers(told(step_log.numbers_of_losses(losses)), "cpu")
     assert len(back) == count
-    for one, given in zip(back, losses, strict=True):
-        assert (one["lm loss"].dtype, one["lm loss"].shape) == (dtype, torch.Size(shape))
+    for read, kept in zip(back, losses, strict=True):
+        assert (read["lm loss"].dtype, read["lm loss"].shape) == (dtype, torch.Size(shape))
         assert torch.equal(
-            one["lm loss"].view(-1).view(torch.uint8), given["lm loss"].view(-1).view(torch.uint8)
+            read["lm loss"].view(-1).view(torch.uint8), kept["lm loss"].view(-1).view(torch.uint8)
         )
 
 
 def test_a_rank_without_losses() -> None:
-    """It has no part of the last stage of a pipeline."""
+    """A rank without losses has no part of the last pipeline stage."""
     assert step_log.are_few([])
     assert step_log.losses_of_numbers(told(step_log.numbers_of_losses([])), "cpu") == []
 
@@ -58,8 +58,8 @@ def test_a_rank_without_losses() -> None:
         [{"a": 1.0}],
     ],
 )
-def test_what_is_added_up_first(losses: list[dict[str, Any]]) -> None:
-    """There is no room for it, it is not on the host, or it is no tensor."""
+def test_losses_that_must_be_added_up_first(losses: list[dict[str, Any]]) -> None:
+    """Too many losses for the record, a loss that is not on the host, or a loss that is no tensor."""
     assert not step_log.are_few(losses)
 
 

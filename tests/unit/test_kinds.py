@@ -16,8 +16,9 @@ from adaptor.replica import optimizer_state, twin
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Keeps its state like Transformer Engine's: `step` in the group, types and scales beside the state,
-    and a `state_dict` that asks its own attributes."""
+    """An optimizer with a state like Transformer Engine's: `step` in the group, types and scales beside the
+    state, and a `state_dict` that reads attributes of the optimizer.
+    """
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.99)})

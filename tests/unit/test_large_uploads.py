@@ -276,7 +276,7 @@ def test_a_lost_answer_is_no_lost_upload(store: Store, direct: Store, faults: Fa
     _is_whole(direct, root, 12)
 
 
-def test_a_file_that_is_not_what_its_manifest_says_leaves_no_upload(
+def test_a_file_that_differs_from_its_manifest_leaves_no_upload(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
     folder = save(root, 12, first=LARGE, last_words=True)
@@ -405,7 +405,9 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
 def test_a_share_that_was_cut_short_is_continued(
     finisher: str, url: str, server: str, faults: FaultProxy, root: Path
 ) -> None:
-    """By the node that began it, or by node 0, which shares the folder and gave the node up."""
+    """The share is continued by the node that began it, or by node 0, which shares the folder and gave that
+    node up.
+    """
     url = f"{url}-{finisher[-1]}"
     store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
     saving = root / naming.regular_name(12, "0f3a5c21")
@@ -465,7 +467,7 @@ def test_credentials_that_may_not_list_the_parts_go_on_by_the_note(
 def test_a_file_completed_by_another_process_is_not_sent_again(
     store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
 ) -> None:
-    """Both continue one upload; the other process has a copy of the note, for its own endpoint."""
+    """Both processes continue one upload; the second has a copy of the note, for another endpoint."""
     save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     copied: list[Path] = []
@@ -527,7 +529,7 @@ def test_an_etag_is_the_same_with_quotes_and_without(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One answer of the store lacks the quotes of the others; no file is read for comparison."""
+    """A single answer of the store lacks the quotes of the others; no file is read for comparison."""
     url = f"{url}-{method}"
     faults.begin(
         lambda number, requested, path: "bare etags" if requested == method and request_has in path else ""

@@ -1,4 +1,4 @@
-"""The layout file of a checkpoint replaces the rules; what it cannot describe is refused."""
+"""The layout file of a checkpoint replaces the rules; an incomplete description is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_optimizer_that_no_rule_knows(tmp_path: Path) -> None:
 
 
 def test_a_transformed_checkpoint_has_its_own_layout_file(tmp_path: Path) -> None:
-    """It is enough to restore the first layout."""
+    """The layout file is sufficient to restore the first layout."""
     small_checkpoint.write(tmp_path / "odd", described=True)
     assert transform(tmp_path / "odd", tmp_path / "a", "--tp", "3", "--pp", "2") == 0
     layout = layout_file.read(tmp_path / "a" / FOLDER / naming.LAYOUT)
@@ -114,8 +114,10 @@ def test_invalid_layout_files_are_refused(tmp_path: Path, content: bytes, messag
     assert str(tmp_path / "x") in str(caught.value)
 
 
-def test_a_layout_file_takes_memory_for_what_is_in_it(tmp_path: Path) -> None:
-    """Not for the largest accepted file of 2 GiB, which limited memory could not hold."""
+def test_a_layout_file_takes_memory_for_its_content(tmp_path: Path) -> None:
+    """The reader reserves no memory for the largest accepted file of 2 GiB, which limited memory could not
+    hold.
+    """
     (tmp_path / "x").write_bytes(layout_file.join([_layout()]))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""One job at a time saves in a folder; one whose process is gone is no hindrance."""
+"""Only one job at a time saves in a folder; the lease of a dead process is no obstacle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stack() -> Iterator[ExitStack]:
 
 @contextmanager
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives until its input ends."""
+    """Yield a process that lives until its input ends."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         yield child
@@ -140,7 +140,7 @@ def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
 def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_for(monkeypatch, 0.2)
     Lease(tmp_path, elsewhere(mine())).take()
-    others = [elsewhere(mine(), pid) for pid in (78, 79)]
+    rivals = [elsewhere(mine(), pid) for pid in (78, 79)]
     refused = []
     barrier = threading.Barrier(2)
 
@@ -156,10 +156,10 @@ def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytes
         except ConfigError:
             refused.append(owner)
 
-    with Thread(take, others[0]), Thread(take, others[1]):
+    with Thread(take, rivals[0]), Thread(take, rivals[1]):
         pass
     (loser,) = refused
-    assert held_by(tmp_path) in others
+    assert held_by(tmp_path) in rivals
     assert held_by(tmp_path) != loser
 
 
@@ -168,12 +168,12 @@ def test_it_is_touched_while_it_is_held_and_removed_at_the_end(
 ) -> None:
     monkeypatch.setattr(lease, "REFRESH_S", 0.01)
     monkeypatch.setattr(lease, "RELEASE_S", LONG_S)
-    held = Lease(tmp_path, mine())
-    held.take()
+    job_lease = Lease(tmp_path, mine())
+    job_lease.take()
     os.utime(tmp_path / naming.LEASE, (1, 1))
-    held.keep()
+    job_lease.keep()
     waiting.until(lambda: (tmp_path / naming.LEASE).stat().st_mtime != 1, "it is touched")
-    held.release()
+    job_lease.release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,7 +187,7 @@ def test_only_its_own_is_removed(tmp_path: Path) -> None:
     "B10", "garbage, a FIFO, a link or a folder in place of the lease", "it is replaced, and the job starts"
 )
 @pytest.mark.parametrize("kind", ["garbage", "long", "fifo", "link", "folder"])
-def test_what_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
     root, path = tmp_path / "save", tmp_path / "save" / naming.LEASE
     root.mkdir()
     victim = tmp_path / "victim"
@@ -241,7 +241,9 @@ def test_a_copy_of_a_folder_is_free(
         Lease(tmp_path / "save", mine()).take()
 
 
-def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_loses_its_lease_reports_the_new_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = threading.Event()
     lines: list[str] = []
 
@@ -250,13 +252,13 @@ def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytes
         event.set()
 
     monkeypatch.setattr(lease, "REFRESH_S", 0.01)
-    held = Lease(tmp_path, mine())
-    held.take()
+    job_lease = Lease(tmp_path, mine())
+    job_lease.take()
     (tmp_path / naming.LEASE).write_bytes(msgspec.json.encode(elsewhere(mine())))
     monkeypatch.setattr(output, "tell", tell)
-    held.keep()
+    job_lease.keep()
     event.wait()
-    held.release()
+    job_lease.release()
     (line,) = lines
     assert "now names the job of process 77 on node-b" in line
 
@@ -279,16 +281,16 @@ def test_a_job_that_is_leaving_is_waited_for(
     monkeypatch.setattr(lease, "LOOK_S", 0.01)
     monkeypatch.setattr(lease, "STALE_S", 1e9)
     monkeypatch.setattr(output, "tell", tell)
-    before = Owner.of(stack.enter_context(process()).pid)
-    held = Lease(tmp_path, before)
-    held.take()
-    held.leave()
-    held._marker.join()
+    leaving_owner = Owner.of(stack.enter_context(process()).pid)
+    job_lease = Lease(tmp_path, leaving_owner)
+    job_lease.take()
+    job_lease.leave()
+    job_lease._marker.join()
     with Thread(Lease(tmp_path, mine()).take, 1e9):
         assert event.wait(LONG_S)
-        assert held_by(tmp_path) == before
-        held.release()
-    job = f"({before.host}, pid {before.pid})"
+        assert held_by(tmp_path) == leaving_owner
+        job_lease.release()
+    job = f"({leaving_owner.host}, pid {leaving_owner.pid})"
     assert lines[0] == f"[ttp] waiting for a job that ends and still saves in {tmp_path} {job}"
     assert held_by(tmp_path) == mine()
 
@@ -298,10 +300,10 @@ def test_a_job_that_is_leaving_is_waited_for(
 )
 def test_a_job_that_does_not_leave(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LOOK_S", 0.01)
-    held = Lease(tmp_path, Owner.of(stack.enter_context(process()).pid))
-    held.take()
-    held.leave()
-    held._marker.join()
+    job_lease = Lease(tmp_path, Owner.of(stack.enter_context(process()).pid))
+    job_lease.take()
+    job_lease.leave()
+    job_lease._marker.join()
     with pytest.raises(ConfigError, match="saves there"):
         Lease(tmp_path, mine()).take(patience_s=0.05)
 
@@ -309,9 +311,9 @@ def test_a_job_that_does_not_leave(tmp_path: Path, stack: ExitStack, monkeypatch
 def test_a_restart_of_a_job_takes_the_mark_away(tmp_path: Path, stack: ExitStack) -> None:
     owner = Owner.of(stack.enter_context(process()).pid)
     Lease(tmp_path, owner, "0f3a5c21").take()
-    held = Lease(tmp_path, owner)
-    held.leave()
-    held._marker.join()
+    job_lease = Lease(tmp_path, owner)
+    job_lease.leave()
+    job_lease._marker.join()
     # By the generation the other nodes see in the last save, too, that they share the folder.
     assert b'"leaving":true,"generation":"0f3a5c21"' in (tmp_path / naming.LEASE).read_bytes()
     Lease(tmp_path, owner).take()
@@ -322,7 +324,7 @@ GENERATION = "0f3a5c21"
 
 
 def _goes_on(root: Path, side: set[int], owner: Owner, *, has_lease: bool) -> bool:
-    """Whether one side of a job of four nodes may go on without the others."""
+    """Return whether one side of a job of four nodes may continue without the others."""
     try:
         lost = {0, 1, 2, 3} - side
         lease.go_on_without(
@@ -343,7 +345,7 @@ def _goes_on(root: Path, side: set[int], owner: Owner, *, has_lease: bool) -> bo
     [({0}, {1, 2, 3}), ({0, 1}, {2, 3}), ({0, 2, 3}, {1}), ({0}, {1}, {2, 3}), ({1, 2}, {3}, {0})],
 )
 def test_one_side_of_a_cut_network_goes_on(sides: tuple[set[int], ...], tmp_path: Path) -> None:
-    """The first that says so, in any order; a second loss on that side changes nothing for the others."""
+    """The first side to claim the folder continues; a second loss on that side changes nothing."""
     for number, order in enumerate(itertools.permutations(sides)):
         root = tmp_path / str(number)
         root.mkdir()
@@ -367,21 +369,21 @@ def test_a_lease_that_stays_after_the_end_of_its_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other side of a cut network may still go on, and a later job takes the lease at once."""
-    here, there = Lease(tmp_path, elsewhere(mine()), GENERATION), elsewhere(mine(), 78)
-    here.take()
-    here.leave()
-    here.release(stays=True)
-    assert _goes_on(tmp_path, {1, 2, 3}, there, has_lease=False)
-    here.release(stays=True)  # no longer its own
-    assert held_by(tmp_path) == there
-    Lease(tmp_path, there).release(stays=True)
+    own_lease, other_owner = Lease(tmp_path, elsewhere(mine()), GENERATION), elsewhere(mine(), 78)
+    own_lease.take()
+    own_lease.leave()
+    own_lease.release(stays=True)
+    assert _goes_on(tmp_path, {1, 2, 3}, other_owner, has_lease=False)
+    own_lease.release(stays=True)  # no longer its own
+    assert held_by(tmp_path) == other_owner
+    Lease(tmp_path, other_owner).release(stays=True)
     Lease(tmp_path, mine(), "another start").take()
     assert "waiting" not in said(capsys)
     assert not _goes_on(tmp_path, {0}, elsewhere(mine()), has_lease=True)
 
 
 def test_a_node_that_does_not_share_the_folder_does_not_go_on(tmp_path: Path) -> None:
-    """Node 0 does: nobody can take a lease over that is not there."""
+    """Node 0 continues: no other node can take over a lease in a folder that it does not share."""
     assert not _goes_on(tmp_path, {1, 2, 3}, mine(), has_lease=False)
     assert _goes_on(tmp_path, {0, 2, 3}, mine(), has_lease=True)
     Lease(tmp_path, mine(), "an earlier start of the workers").take()
@@ -389,7 +391,7 @@ def test_a_node_that_does_not_share_the_folder_does_not_go_on(tmp_path: Path) ->
 
 
 def test_the_store_of_a_job_that_has_moved(tmp_path: Path, stack: ExitStack) -> None:
-    """Only a job that lives has one; a restart of its workers keeps it."""
+    """Only a living job has a store address; a restart of the workers keeps the address."""
     owner, at = Owner.of(stack.enter_context(process()).pid), "10.0.0.2:4711"
     assert lease.StoreOfJob(tmp_path).find() == ""
     Lease(tmp_path, mine(), GENERATION).take()

@@ -99,7 +99,7 @@ def test_a_change_within_the_resolution_of_the_time_is_seen(root: Path) -> None:
 
 
 def test_a_copy_that_sets_the_time_of_the_folder_is_seen(root: Path) -> None:
-    """rsync -a gives the folder the time of its source, which it had before."""
+    """rsync -a gives the folder the time of its source, so the folder's time is unchanged."""
     looks = Looks(root)
     save(root, 10)
     state = root.stat()
@@ -130,8 +130,8 @@ def test_a_client_that_answers_from_a_cache_is_asked_by_an_open(
     assert looks.look() == ([10, 20], 1)
 
 
-@pytest.mark.parametrize("when", ["after a while", "at the end of the job"])
-def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, when: str) -> None:
+@pytest.mark.parametrize("moment", ["after a while", "at the end of the job"])
+def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, moment: str) -> None:
     """In a mounted bucket all folders have the same time."""
     uploader = Looks(root)
     save(root, 10)
@@ -139,7 +139,7 @@ def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, when: str) -> 
         for _ in range(10):
             assert uploader.look()[0] == [10]
         save(root, 20)
-        if when == "at the end of the job":
+        if moment == "at the end of the job":
             uploader.end()
             assert uploader.look() == ([10, 20], 1)
         else:
@@ -168,7 +168,7 @@ def test_a_step_that_is_saved_again_is_seen_as_another_one(root: Path) -> None:
     assert first.place != second.place
 
 
-def test_steps_from_which_a_user_has_gone_back_are_left_out(root: Path) -> None:
+def test_steps_after_the_tracker_step_are_left_out(root: Path) -> None:
     for step in (10, 20, 30):
         save(root, step)
     (root / naming.TRACKER).write_text("10")
@@ -182,7 +182,7 @@ def test_steps_from_which_a_user_has_gone_back_are_left_out(root: Path) -> None:
 
 
 def test_a_step_that_the_tracker_does_not_name_yet_is_seen(root: Path) -> None:
-    """The folder gets its name first; the process that looks was started in between."""
+    """The folder gets its final name before the tracker; the observer started in between."""
     for step in (10, 20):
         save(root, step)
     path = root / naming.TRACKER

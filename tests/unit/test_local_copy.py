@@ -76,14 +76,14 @@ def rank(kind: str, dtype: torch.dtype) -> TrainingState:
     return TrainingState([model], Chain(Whole(kind, mains, halves)), None, "mp_rank_00")
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return bool(left.dtype == right.dtype and torch.equal(left, right))
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+def same(first: Any, right: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return bool(first.dtype == right.dtype and torch.equal(first, right))
+    if isinstance(first, dict):
+        return list(first) == list(right) and all(same(first[key], right[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(right) and all(map(same, first, right))
+    return bool(first == right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,7 +86,7 @@ def assert_same(loaded: dict[str, Any], step: int) -> None:
 
 
 def mapped() -> set[str]:
-    """The names of checkpoint files that this process has mapped."""
+    """Return the names of checkpoint files that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split("iter_", 1)[1] for line in lines if "iter_" in line}
 

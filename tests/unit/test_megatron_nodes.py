@@ -41,7 +41,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("changes", "line"),
     [
         ({}, "data-parallel size 6, global batch 24: 2 micro-batches of 2 on each data-parallel rank"),
         ({"context_parallel_size": 3}, "data-parallel size 2, global batch 24: 6 micro-batches of 2"),
@@ -57,11 +57,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
     ids=["as it is", "context parallel", "ramp-up", "rounded by the framework", "experts"],
 )
-def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_fits(changes: dict[str, Any], line: str, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # the framework parses its arguments several times
-        args = Namespace(**{**FITS, **given})
+        args = Namespace(**{**FITS, **changes})
         megatron_nodes.fit(args)
-    assert args == Namespace(**{**FITS, **given})
+    assert args == Namespace(**{**FITS, **changes})
     output.finish()
     stderr = capfd.readouterr().err
     assert stderr.startswith("[ttp] 3 nodes of 2 to 4, 4 before: ")
@@ -71,7 +71,7 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"global_batch_size": None}, "--nnodes 2:4 without --global-batch-size: "),
         ({"dataloader_type": "cyclic"}, "--nnodes 2:4 with --dataloader-type cyclic: "),
@@ -98,9 +98,9 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
         ),
     ],
 )
-def test_a_job_that_does_not_fit(given: dict[str, Any], message: str) -> None:
+def test_a_job_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AdaptorError) as refused:
-        megatron_nodes.fit(Namespace(**{**FITS, **given}))
+        megatron_nodes.fit(Namespace(**{**FITS, **changes}))
     assert message in str(refused.value)
 
 
@@ -117,7 +117,7 @@ def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({}, "--ttp-batch nearest without --train-samples: "),
         (
@@ -126,10 +126,10 @@ def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         ),
     ],
 )
-def test_where_no_batch_is_chosen(given: dict[str, Any], message: str, nodes: pytest.MonkeyPatch) -> None:
+def test_where_no_batch_is_chosen(changes: dict[str, Any], message: str, nodes: pytest.MonkeyPatch) -> None:
     nodes.setenv("TTP_BATCH", "nearest")
     with pytest.raises(AdaptorError, match=message):
-        megatron_nodes.fit(Namespace(**{**FITS, "global_batch_size": 40, **given}))
+        megatron_nodes.fit(Namespace(**{**FITS, "global_batch_size": 40, **changes}))
 
 
 @pytest.mark.parametrize(("batch", "nearest_batch"), [(1, 12), (17, 12), (18, 12), (19, 24), (24, 24)])
@@ -149,7 +149,7 @@ def test_a_fixed_number_of_nodes_checks_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("given", "settings", "numbers"),
+    ("changes", "settings", "numbers"),
     [
         ({}, {}, (2, 3)),  # 24 samples in micro-batches of 2, on 4, 6 or 8 data-parallel ranks
         ({"micro_batch_size": 1}, {}, (2, 3, 4)),
@@ -159,11 +159,11 @@ def test_a_fixed_number_of_nodes_checks_nothing(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_numbers_of_nodes_that_a_job_can_use(
-    given: dict[str, Any], settings: dict[str, str], numbers: tuple[int, ...], nodes: pytest.MonkeyPatch
+    changes: dict[str, Any], settings: dict[str, str], numbers: tuple[int, ...], nodes: pytest.MonkeyPatch
 ) -> None:
     for name, value in settings.items():
         nodes.setenv(name, value)
-    megatron_nodes.fit(Namespace(**{**FITS, **given}))
+    megatron_nodes.fit(Namespace(**{**FITS, **changes}))
     assert context.part(environment.Nodes).fitting == numbers
 
 
@@ -180,7 +180,7 @@ MODEL = {
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes"),
+    ("changes", "sizes"),
     [
         ({"world_size": 6, "pipeline_model_parallel_size": 2}, (2, 1)),  # 4 and more do not divide 6
         ({"world_size": 12, "tensor_model_parallel_size": 8}, (4, 1)),
@@ -200,8 +200,8 @@ MODEL = {
         ({"world_size": 6, "num_attention_heads": 1, "global_batch_size": 7}, None),
     ],
 )
-def test_sizes_in_which_the_model_would_fit(given: dict[str, Any], sizes: tuple[int, int] | None) -> None:
-    assert reshape_sizes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
+def test_sizes_in_which_the_model_would_fit(changes: dict[str, Any], sizes: tuple[int, int] | None) -> None:
+    assert reshape_sizes.other_sizes(Namespace(**{**MODEL, **changes})) == sizes
 
 
 @pytest.mark.usefixtures("nodes")
@@ -218,9 +218,9 @@ def test_the_command_that_makes_it_fit() -> None:
 @pytest.mark.usefixtures("nodes")
 def test_the_command_for_chunks_in_the_sharded_format() -> None:
     chunks = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-    given = {**chunks, "num_attention_heads": 1}
+    changes = {**chunks, "num_attention_heads": 1}
     with pytest.raises(AdaptorError, match="--tp 1 --pp 2 --vpp 2 --format torch_dist` and start with"):
-        megatron_nodes.fit(Namespace(**{**MODEL, **given, "world_size": 6, "ckpt_format": "torch_dist"}))
+        megatron_nodes.fit(Namespace(**{**MODEL, **changes, "world_size": 6, "ckpt_format": "torch_dist"}))
 
 
 @pytest.mark.usefixtures("nodes")
@@ -289,7 +289,7 @@ def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: py
 
 
 @pytest.mark.parametrize(
-    ("setting", "given", "line"),
+    ("setting", "changes", "line"),
     [
         ("auto", {}, "TP2 PP1 in place of TP2 PP2 (TTP_RESHAPE), data-parallel size 3, global batch 48: 16 "),
         (
@@ -304,13 +304,13 @@ def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: py
 )
 def test_a_job_takes_other_sizes(
     setting: str,
-    given: dict[str, Any],
+    changes: dict[str, Any],
     line: str,
     nodes: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     nodes.setenv("TTP_RESHAPE", setting)
-    args = Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
+    args = Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **changes})
     megatron_nodes.fit(args)
     output.finish()
     assert line in capfd.readouterr().err
@@ -328,7 +328,7 @@ def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "given", "message"),
+    ("setting", "changes", "message"),
     [
         (
             "tp=3,pp=1",
@@ -378,10 +378,10 @@ def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sizes_that_no_job_can_take(
-    setting: str, given: dict[str, Any], message: str, nodes: pytest.MonkeyPatch
+    setting: str, changes: dict[str, Any], message: str, nodes: pytest.MonkeyPatch
 ) -> None:
     nodes.setenv("TTP_RESHAPE", setting)
     with pytest.raises(AdaptorError, match=message):
         megatron_nodes.fit(
-            Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
+            Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **changes})
         )

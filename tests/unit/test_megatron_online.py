@@ -10,8 +10,11 @@ from adaptor.frameworks.training_loop import loads_nothing
 
 
 def test_a_newcomer_builds_its_model_with_the_survivors_arguments() -> None:
-    """It reads no checkpoint; its arguments, which are saved, are then those of all. It draws weights: else
-    one that is cut by tensor parallelism counts in the gradient norm as if it were not."""
+    """A newcomer reads no checkpoint, but its saved arguments must equal those of the survivors.
+
+    The newcomer still draws weights: otherwise a weight cut by tensor parallelism would count in the gradient
+    norm as a whole weight.
+    """
     args = SimpleNamespace(load="/save", perform_initialization=True, seed=1)
     arguments_before = dict(vars(args))
     with loads_nothing(args):

@@ -135,5 +135,5 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval
         ),
     ],
 )
-def test_options_with_which_all_ranks_start_again(options: dict[str, object], reason: str) -> None:
+def test_options_that_require_a_restart_of_all_ranks(options: dict[str, object], reason: str) -> None:
     assert of_options(SimpleNamespace(**options)) == reason

@@ -1,4 +1,4 @@
-"""What an exception leaves half done in Megatron, put away before the training loop is called again."""
+"""Clean-up of Megatron's state after an exception, before the training loop is called again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Router(torch.nn.Module):
 
 @pytest.mark.parametrize("several", [False, True], ids=["Megatron-LM", "MindSpeed"])
 def test_broken_work_is_waited_for_and_forgotten(several: bool) -> None:
-    """Megatron-LM has one handle for all buckets of a group, MindSpeed a list of them."""
+    """Megatron-LM has one handle for all buckets of a group, MindSpeed a list of handles."""
     works = [Work(), Work()] if several else [Work()]
     group = SimpleNamespace(
         grad_reduce_handle=None,
@@ -59,24 +59,24 @@ def test_broken_work_is_waited_for_and_forgotten(several: bool) -> None:
     assert group.param_gather_dispatched is False
 
 
-def test_what_a_router_has_added_up_in_the_abandoned_step_is_not_added_up_again() -> None:
-    """What is saved of it stays: that is put back from the record of the step."""
+def test_the_sums_of_a_router_for_the_abandoned_step_are_cleared() -> None:
+    """Saved buffers stay: the record of the step restores them."""
     router = Router()
     without = torch.nn.Linear(2, 2)
     without.register_buffer("ga_steps", None)  # of a loss that the job does not have
     settle_core([torch.nn.Sequential(torch.nn.ModuleList([router]), without)])
-    left = {name for name, buffer in router.named_buffers() if buffer.any()}
-    assert left == {"expert_bias", "qb_beta"}
+    kept = {name for name, buffer in router.named_buffers() if buffer.any()}
+    assert kept == {"expert_bias", "qb_beta"}
 
 
 class State(enum.Enum):
-    """Of a shared expert, as Megatron-core 0.20 has it."""
+    """The state of a shared expert in Megatron-core 0.20."""
 
     IDLE = 0
     FC1_FORWARD_DONE = 1
 
 
-def test_what_parts_of_a_step_have_handed_each_other_is_forgotten() -> None:
+def test_tensors_handed_between_parts_of_a_step_are_dropped() -> None:
     """With --moe-shared-expert-overlap and --defer-embedding-wgrad-compute."""
     expert, model = torch.nn.Module(), torch.nn.Module()
     expert.cached_fc2_input, expert.gate_score = torch.ones(2), torch.ones(2)
@@ -110,10 +110,10 @@ def test_inputs_handed_to_shared_experts_are_forgotten(path: str, monkeypatch: p
     ],
     ids=["0.12", "0.13 to 0.16", "0.20", "further tokens"],
 )
-def test_what_was_added_up_for_the_log_is_forgotten(
-    name: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So are the groups over which it is summed: a new process knows none, and would not come to them."""
+def test_sums_for_the_log_are_dropped(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups of the sums are dropped too: a new process knows no such group and would not join the
+    reduction.
+    """
     added_up = {"values": torch.ones(2), "reduce_group": object()}
     module: Any = ModuleType(name)
     *holders, last = path.split(".")
@@ -128,7 +128,7 @@ def test_what_was_added_up_for_the_log_is_forgotten(
 
 
 def test_a_tracker_that_does_not_exist_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 0.20 it is made by the first loss that it is told."""
+    """Since 0.20 the tracker is made by the first reported loss."""
     module: Any = ModuleType("megatron.core.transformer.moe.moe_logging")
     module._MOE_METRICS_TRACKER = None
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -152,17 +152,18 @@ def test_the_next_batch_is_the_first_one() -> None:
     assert group.golden_per_param_grad_ready_counts == group.per_param_grad_ready_counts == {}
 
 
-def test_what_all_ranks_were_asked_once_is_asked_again() -> None:
-    """Megatron-LM 0.20 asks all ranks in its first step whether any has parameters of another norm. A
-    new process would ask alone."""
+def test_a_fact_gathered_from_all_ranks_once_is_gathered_again() -> None:
+    """In its first step Megatron-LM 0.20 gathers from all ranks whether any has parameters of another norm. A
+    new process would gather alone.
+    """
     learned: dict[str, Any] = {"_has_grad_norm_group_cache": {"separate": False}}
-    one, older = SimpleNamespace(**learned), SimpleNamespace()
-    chain = SimpleNamespace(chained_optimizers=[one, older], **learned)
+    optimizer, older = SimpleNamespace(**learned), SimpleNamespace()
+    chain = SimpleNamespace(chained_optimizers=[optimizer, older], **learned)
     settle_optimizer(chain)
-    assert one._has_grad_norm_group_cache is None
+    assert optimizer._has_grad_norm_group_cache is None
     assert chain._has_grad_norm_group_cache is None
     assert not hasattr(older, "_has_grad_norm_group_cache")
-    settle_optimizer(one)
+    settle_optimizer(optimizer)
     settle_optimizer(older)
 
 
@@ -217,6 +218,6 @@ def test_asynchronous_saves_are_abandoned(find: Callable[[], Path]) -> None:
         framework = find()
     except prepare.NotPreparedError as error:
         pytest.skip(str(error))
-    here = Path(__file__).resolve().parents[2]
-    path = f"{framework}{os.pathsep}{here}"
+    repository = Path(__file__).resolve().parents[2]
+    path = f"{framework}{os.pathsep}{repository}"
     warm.run([sys.executable, "-c", ABANDON_ASYNC_SAVES], env={**os.environ, "PYTHONPATH": path}, code=0)

@@ -100,7 +100,7 @@ def shares(*shards: tuple[str, int, int]) -> list[tuple[Share, ...]]:
     ids=["split", "in-any-order", "everyone-has-all", "no-copies"],
 )
 def test_the_copies_in_the_sdk_s_terms_match_the_holders(layouts: list[tuple[Share, ...]]) -> None:
-    """Read by the adaptor's implementation of the interface, which has tests of its own."""
+    """The copies are read by the adaptor's implementation of the interface, which has its own tests."""
     for rank, (share,) in enumerate(layouts):
         (read,) = replicas.of_newer(rank, runtime.replica_info(rank, layouts))
         assert [(share.index, share.count) for share in read.shares(rank)] == [(share.index, share.count)]
@@ -133,7 +133,7 @@ class BlockedError(Exception):
 class RecordingSdk:
     """Replaces the SDK: records the calls, and the state that could be saved at each call.
 
-    At each call a thread of the SDK may request the state that the SDK believes to be there.
+    At each call a thread of the SDK may request the state that the SDK assumes at that moment.
     """
 
     def __init__(self, session: MindioSession, trainee: CountingTrainee) -> None:
@@ -228,7 +228,7 @@ def test_an_exception_in_the_update_does_not_end_it(sdk: RecordingSdk) -> None:
     assert sdk.calls == [("start", -1, 0)]
 
 
-def test_an_sdk_whose_controller_is_gone(
+def test_an_sdk_without_its_controller(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def leave(code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A script that uses MindIO TTP's interface, its session, and an agent as the peer."""
+"""A script that uses the MindIO TTP interface, with its session and an agent as the peer."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_training_begins_when_the_first_update_has_ended(agent: AgentSide) -> No
     assert agent.gives == [8]
 
 
-def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: AgentSide) -> None:
+def test_a_rank_that_reports_its_loaded_step_is_protected_from_the_first_update(agent: AgentSide) -> None:
     agent.join()
     interface.tft_report_load_ckpt_step(5)
     interface.tft_start_updating_os()
@@ -202,7 +202,7 @@ def test_a_local_copy(agent: AgentSide) -> None:
 
 
 @pytest.mark.parametrize("backup", [-1, 3], ids=["none", "an-older-one"])
-def test_an_update_of_which_there_is_no_copy(agent: AgentSide, backup: int) -> None:
+def test_an_update_without_a_copy(agent: AgentSide, backup: int) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
     interface.tft_start_updating_os(backup)
@@ -389,7 +389,7 @@ def test_an_exception_of_the_training_is_reported_and_the_process_stays(agent: A
     assert agent.gives == [4]
 
 
-def test_an_exception_before_the_script_has_said_who_it_is(agent: AgentSide) -> None:
+def test_an_exception_before_the_script_has_given_its_rank(agent: AgentSide) -> None:
     def train() -> None:
         raise ValueError("no such file")
 
@@ -397,7 +397,7 @@ def test_an_exception_before_the_script_has_said_who_it_is(agent: AgentSide) -> 
         interface.ttp_to_persist(train)()
 
 
-def test_what_is_refused_and_clean_ends_pass(agent: AgentSide) -> None:
+def test_refusals_and_clean_exits_are_raised_unchanged(agent: AgentSide) -> None:
     agent.join()
     for error in (ConfigError("wrong"), SystemExit(0)):
 
@@ -409,7 +409,7 @@ def test_what_is_refused_and_clean_ends_pass(agent: AgentSide) -> None:
     assert interface.ttp_to_persist(lambda: 3)() == 3
 
 
-def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: AgentSide) -> None:
+def test_frameworks_with_handlers_that_take_the_training_arguments(agent: AgentSide) -> None:
     agent.join()
     interface.set_mindio_export_version("MindSpeed-LLM")
     interface.tft_set_step_args("ignored")
@@ -481,7 +481,7 @@ def test_a_dump(agent: AgentSide, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_handlers_are_called_when_the_main_thread_stands_still(
     agent: AgentSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After its update, before a collective, it changes counters that the handlers read."""
+    """After its update and before a collective the main thread changes counters that the handlers read."""
     monkeypatch.setattr(job_module, "REST_S", LONG_S)
     woken = threading.Event()
     monkeypatch.setattr(

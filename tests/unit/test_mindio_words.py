@@ -56,7 +56,7 @@ def test_an_optimizer_that_mirrors_has_two_shards(apart: int) -> None:
             assert index in [share.index for share in copies.shares(giver)]
 
 
-def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
+def test_each_shard_is_given_by_one_chosen_rank() -> None:
     (halves,) = replicas.of_older(0, range(4), 4, 2)
     assert halves.givers([1, 2]) == [2, 1]
     assert halves.givers([0, 3, 1]) == [0, 1]

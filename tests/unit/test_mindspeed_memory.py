@@ -216,7 +216,7 @@ def test_weights_are_the_upper_halves() -> None:
 
 
 def test_the_framework_converts_nothing_by_itself() -> None:
-    """It would convert before the door, where this rank may still have to provide its state."""
+    """The framework would convert before the door, where this rank may still have to provide its state."""
     (optimizer, _), _, _ = _updated(2)
     data_before = optimizer.param_data.clone()
     optimizer.fp16_tensor_convert_to_fp32_tensor()

@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).with_name("mirror_script.py")
         (2, "counting", 1),
     ],
 )
-def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_path: Path) -> None:
+def test_the_copy_equals_the_owners_state(size: int, kind: str, step: int, tmp_path: Path) -> None:
     ranks = [
         Warm(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), kind, str(step)],

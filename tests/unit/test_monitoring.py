@@ -61,8 +61,10 @@ def _metrics() -> dict[str, set[str]]:
     return {name: {*labels.split(","), "instance", ""} for name, labels in rows}
 
 
-@pytest.mark.parametrize(("title", "target"), TARGETS, ids=lambda one: one if isinstance(one, str) else "")
-def test_a_panel_shows_what_is_served(title: str, target: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("title", "target"), TARGETS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_panel_shows_served_metrics(title: str, target: dict[str, Any]) -> None:
     metrics = _metrics()
     labels = set()
     for metric in re.findall(r"\bttp_\w+", target["expr"]):
@@ -114,15 +116,15 @@ def test_grafana_knows_each_field() -> None:
     assert set(_not_in(DASHBOARD, encoded)) <= OF_THE_DATA_SOURCE
 
 
-def _not_in(left: Any, right: Any, path: str = "") -> Iterator[str]:
+def _not_in(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
     """Yield the paths in `left` that are missing or different in `right`."""
-    if isinstance(left, dict | list) and isinstance(right, type(left)):
-        keys = left if isinstance(left, dict) else range(len(left))
+    if isinstance(expected, dict | list) and isinstance(actual, type(expected)):
+        keys = expected if isinstance(expected, dict) else range(len(expected))
         for key in keys:
-            is_there = key in right if isinstance(right, dict) else key < len(right)
+            is_there = key in actual if isinstance(actual, dict) else key < len(actual)
             place = f"{path}.{key}".lstrip(".")
-            yield from _not_in(left[key], right[key], place) if is_there else [place]
-    elif left != right:
+            yield from _not_in(expected[key], actual[key], place) if is_there else [place]
+    elif expected != actual:
         yield path
 
 

@@ -1,4 +1,4 @@
-"""The progress of the new process of a rank, as its agent reads it: CPU time of the main thread."""
+"""The progress of a rank's new process as the agent measures it: CPU time of the main thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_new_process_that_uses_cpu_time_is_reported() -> None:
 
 
 async def test_the_cpu_time_of_a_process_that_is_replaced_is_not_that_of_the_new_one() -> None:
-    """The agent looks while it still ends the old one, which has trained for long."""
+    """The agent looks while it still ends the old process, which has trained for long."""
     clock: Any = _Clock()
     replacements, starter = Replacements(clock, 0), Mock()
     replacements.begin(starter)
@@ -70,11 +70,11 @@ def test_the_cpu_time_of_other_threads_is_not_that_of_the_main_thread() -> None:
         "print(flush=True); sys.stdin.read()\n"
     )
     ticks = {}
-    for who in ("main", "other"):
-        command = [sys.executable, "-S", "-c", code, who]
+    for thread_name in ("main", "other"):
+        command = [sys.executable, "-S", "-c", code, thread_name]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            ticks[who] = processes.main_thread_ticks(process.pid)
+            ticks[thread_name] = processes.main_thread_ticks(process.pid)
             process.communicate()
     assert ticks["main"] >= ticks["other"] + 20

@@ -80,8 +80,8 @@ def test_a_worker_that_leaves_without_a_word_has_failed(
     assert job.statuses() == {0: EXIT_SURVIVOR, 1: 0}
 
 
-def test_a_worker_that_is_told_to_end_is_a_holder(job: Job) -> None:
-    """Although its main thread hangs where no signal handler of Python's runs."""
+def test_a_worker_that_gets_sigterm_stays_a_holder(job: Job) -> None:
+    """The main thread hangs in C code, where no Python signal handler runs."""
     job.begin(2)
     job.train("step")
     job.workers[0].wait_at_the_door()
@@ -118,7 +118,7 @@ def test_a_request_to_end_does_not_overtake_the_layouts(job: Job) -> None:
     assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST, 143)
 
 
-def test_an_agent_that_is_told_to_end_saves_first(job: Job) -> None:
+def test_an_agent_that_gets_sigterm_saves_first(job: Job) -> None:
     job.begin(2)
     job.train("step", "step")
     job.nodes[0].leave("SIGTERM", LONG_S)
@@ -139,14 +139,14 @@ def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
 
 
 def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
-    """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
+    """The program change cuts the lifeline; the end of the new program is seen by the operating system."""
     job.begin(2)
     job.workers[0].execute("begin")
-    held = job.nodes[0].control.workers._lifelines.held
-    waiting.until(lambda: 1 in held, "its lifeline is watched")
+    lifelines = job.nodes[0].control.workers._lifelines.held
+    waiting.until(lambda: 1 in lifelines, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].read_line() == "replaced"
-    waiting.until(lambda: 1 not in held, "it is known that its lifeline is cut")
+    waiting.until(lambda: 1 not in lifelines, "it is known that its lifeline is cut")
     job.workers[1].send("3")
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
@@ -165,9 +165,9 @@ def test_a_killed_worker_costs_no_step(job: Job, victim: int) -> None:
     assert verdict.line.startswith(f"rank {victim} was ended by SIGKILL; step {FIRST + 2} is saved")
     assert job.saved() == content(FIRST + 2)
     assert job.statuses() == {victim: -signal.SIGKILL, 1 - victim: EXIT_SURVIVOR}
-    told = [event["type"] for event in report(job)["events"]]
+    event_types = [event["type"] for event in report(job)["events"]]
     order = ["fault-noticed", "freeze", "frozen", "prepare", "dump-ordered", "written", "publish-ordered"]
-    assert [what for what in told if what in (*order, "published", "verdict")] == [
+    assert [event_type for event_type in event_types if event_type in (*order, "published", "verdict")] == [
         *order,
         "published",
         "verdict",
@@ -179,7 +179,7 @@ def test_a_killed_worker_costs_no_step(job: Job, victim: int) -> None:
 
 
 def test_an_exception_costs_no_step(job: Job) -> None:
-    """The only holder is the one that raised."""
+    """The only holder is the rank that raised."""
     job.begin(1)
     job.train("step", "skip")
     job.workers[0].send("raise")
@@ -201,7 +201,7 @@ def test_an_exit_code_is_the_job_s(job: Job) -> None:
 
 
 def test_a_rank_that_hangs_at_the_door_is_let_through(job: Job) -> None:
-    """Rank 0 hangs in the barrier, as on gloo when a rank dies that it has no connection to."""
+    """Rank 0 hangs in the barrier, as on gloo when a rank without a connection to rank 0 dies."""
     job.begin(3)
     job.train("step")
     job.workers[0].wait_at_the_door()
@@ -242,7 +242,7 @@ def test_before_training_there_is_nothing_to_save(job: Job) -> None:
     assert job.statuses() == {0: EXIT_SURVIVOR, 1: 3}
 
 
-def test_what_cannot_be_protected_is_refused(job: Job) -> None:
+def test_a_job_that_cannot_be_protected_is_refused(job: Job) -> None:
     job.begin(2)
     job.workers[1].send("refuse")
     verdict = job.verdict()
@@ -325,7 +325,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
 
 
 async def test_a_stranger_that_comes_after_the_last_workers() -> None:
-    """It says nothing, and stays: the agent ends all the same."""
+    """The stranger sends nothing and stays connected: the agent ends all the same."""
     workers = Workers(asyncio.get_running_loop(), lambda message: None)
     await workers.serve()
     _, stranger = await asyncio.open_unix_connection(f"\0{workers.address}")
@@ -336,7 +336,7 @@ async def test_a_stranger_that_comes_after_the_last_workers() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_is_not_heard(job: Job) -> None:
-    """Whatever it knows: the kernel tells who it is."""
+    """Another user is ignored whatever secrets it knows: the kernel reports the user of the peer."""
     job.begin(1)
     job.train("step")
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -351,8 +351,8 @@ def test_another_user_is_not_heard(job: Job) -> None:
     assert counted == {"were of another user": 1}
 
 
-def test_what_has_a_name_is_the_user_s_alone(job: Job) -> None:
-    """The folder in which multiprocessing makes its sockets; nothing else of an agent's has a name."""
+def test_named_sockets_are_private_to_the_user(job: Job) -> None:
+    """The folder in which multiprocessing makes its sockets; nothing else of an agent has a file name."""
     job.begin(1)
     assert stat.S_IMODE(Path(os.environ["TTP_SCRATCH"]).stat().st_mode) == 0o700
 
@@ -444,7 +444,7 @@ def test_nothing_is_left_behind(job: Job) -> None:
     job.begin(1)  # what the first use of torch's store opens for good is not counted
     job.close()
     job.nodes = []
-    before, threads = open_descriptors(os.getpid()), set(threading.enumerate())
+    descriptors_before, threads = open_descriptors(os.getpid()), set(threading.enumerate())
     job.begin(2)
     address = os.environ["TTP_AGENT"]
     controller_host = controller_host_of(job.nodes[0])
@@ -460,7 +460,7 @@ def test_nothing_is_left_behind(job: Job) -> None:
     job.nodes = []
     assert all(is_gone(pid) for pid in pids)
     waiting.until(lambda: set(threading.enumerate()) <= threads, "the threads have ended")
-    assert set(open_descriptors(os.getpid()).items()) - set(before.items()) == set()
+    assert set(open_descriptors(os.getpid()).items()) - set(descriptors_before.items()) == set()
     assert address not in Path("/proc/net/unix").read_text()
     assert store not in Path("/proc/net/unix").read_text()
 

@@ -158,7 +158,7 @@ def test_a_command_has_the_notice_on_its_stdin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_hasty")
-def test_a_command_that_hangs_is_killed_with_what_it_has_started(
+def test_a_hanging_command_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, pids = tmp_path / "hook", tmp_path / "pids"
@@ -288,7 +288,7 @@ def test_invalid_targets_start_nothing(
 
 @pytest.mark.integration
 def test_a_job_notifies_and_ends_as_it_would_without(launcher: Launcher) -> None:  # noqa: F811
-    """Of two targets one answers and one hangs."""
+    """One target answers, the other hangs."""
     with receives() as server, hangs() as url:
         targets, secret = launcher.folder / "targets", launcher.folder / "secret"
         targets.write_text(f"{server.url}\n{url}\n")

@@ -58,8 +58,8 @@ class Training:
     def __init__(
         self,
         launcher: Launcher,
-        then: str = "",
-        before: str = "",
+        ending: str = "",
+        prelude: str = "",
         flags: Sequence[str] = TWO,
         **env: str,
     ) -> None:
@@ -67,12 +67,12 @@ class Training:
         self.folder = launcher.folder
         self.logs = self.folder / "logs"
         (self.folder / "save").mkdir()
-        script = launcher.script(TRAINS.replace("ATTHEEND", then))
+        script = launcher.script(TRAINS.replace("ATTHEEND", ending))
         env = {"TTP_LOG_PATH": str(self.logs), **env}
-        self.agent = launcher.start(*flags, "--max-restarts", "1", script, before=KNOWS + before, **env)
+        self.agent = launcher.start(*flags, "--max-restarts", "1", script, prelude=KNOWS + prelude, **env)
 
     def remove_logs(self, *, leave_a_file: bool = False) -> None:
-        """Remove the log folder, into which the agent writes meanwhile; a file in its place stops that."""
+        """Remove the log folder while the agent writes into it; a file in its place stops the writes."""
         removed = False
         for number in itertools.count():
             aside = self.folder / f"gone{number}"
@@ -106,7 +106,7 @@ class Training:
         return all(is_gone(self.pid(rank)) for rank in (0, 1))
 
     def restarts(self, traceback: bool = False) -> Ended:
-        """It ends well, after it was saved and started again."""
+        """Assert that the job was saved, restarted and ended well; return its result."""
         result = self.launcher.wait(self.agent)
         assert (self.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13", result.log
         assert (result.code, [(self.folder / f"again{rank}").exists() for rank in (0, 1)]) == (
@@ -165,22 +165,22 @@ os.mkfifo("logs/odd/events.jsonl")
     "the disk of the logs hangs at the first line of an incident, or at the files of the job",
     "saved, restarted",
 )
-@pytest.mark.parametrize("before", [A_LOG_THAT_HANGS, EVENTS_THAT_HANG], ids=["log", "files"])
-def test_the_log_disk_hangs(before: str, launcher: Launcher) -> None:
-    """A FIFO that nobody reads: opening it never returns."""
-    job = Training(launcher, flags=NAMED, TTP_LOG_STDOUT="1", before=before)
+@pytest.mark.parametrize("prelude", [A_LOG_THAT_HANGS, EVENTS_THAT_HANG], ids=["log", "files"])
+def test_the_log_disk_hangs(prelude: str, launcher: Launcher) -> None:
+    """A FIFO without a reader: opening it never returns."""
+    job = Training(launcher, flags=NAMED, TTP_LOG_STDOUT="1", prelude=prelude)
     job.begins()
     job.kill(1)
     job.restarts()
     written = [*job.logs.glob("odd/incidents/*.json")]
-    assert len(written) == (before == A_LOG_THAT_HANGS), "one thread writes all files of a job"
+    assert len(written) == (prelude == A_LOG_THAT_HANGS), "one thread writes all files of a job"
 
 
 @pytest.mark.robustness(
     "A4", "ttprun is stopped (Ctrl-Z), a rank is killed, ttprun goes on (fg)", "saved, restarted"
 )
 def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
-    """SIGSTOP in place of SIGTSTP, which the kernel drops where no shell could go on with it."""
+    """SIGSTOP stands for SIGTSTP, which the kernel drops where no shell could continue the process."""
     job = Training(launcher)
     job.begins()
     os.kill(job.agent, signal.SIGSTOP)
@@ -213,8 +213,8 @@ publish.publish = waits
     "a last line, exit code 128 + N, no process stays",
 )
 def test_a_terminal_that_is_closed_does_not_end_the_save(launcher: Launcher) -> None:
-    """Its shell sends SIGHUP, and the kernel sends another one when that shell has ended."""
-    job = Training(launcher, before=PUBLISH_WAITS, TTP_GRACE="600")
+    """The shell of the terminal sends SIGHUP; the kernel sends another SIGHUP when the shell has ended."""
+    job = Training(launcher, prelude=PUBLISH_WAITS, TTP_GRACE="600")
     job.begins()
     os.kill(job.agent, signal.SIGHUP)
     waiting.exist(job.folder / "publishing")
@@ -230,9 +230,9 @@ def test_a_terminal_that_is_closed_does_not_end_the_save(launcher: Launcher) -> 
 
 
 def test_a_signal_that_ttprun_handles_ends_no_worker(launcher: Launcher) -> None:
-    """Slurm's --signal=USR1 reaches all processes, here workers first: a dead one takes its shard along."""
+    """Slurm's --signal=USR1 reaches all processes, workers first: a dead worker takes its shard along."""
     job = Training(
-        launcher, before=PUBLISH_WAITS, flags=[*TWO, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+        launcher, prelude=PUBLISH_WAITS, flags=[*TWO, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     )
     job.begins()
     for rank in (0, 1):
@@ -275,10 +275,10 @@ OUTPUTS = {
     [*((to, ()) for to in OUTPUTS), ("a pipe that nobody reads", ("--tee", "3"))],
     ids=[*OUTPUTS, "a pipe that nobody reads, with --tee"],
 )
-def test_nobody_can_read_what_is_said(to: str, flags: Sequence[str], launcher: Launcher) -> None:
-    before = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
-    then = ON_GO + "raise ValueError('told to raise')"
-    job = Training(launcher, then=then, before=before, flags=[*TWO, *flags])
+def test_no_reader_of_the_output(to: str, flags: Sequence[str], launcher: Launcher) -> None:
+    prelude = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
+    ending = ON_GO + "raise ValueError('told to raise')"
+    job = Training(launcher, then=ending, prelude=prelude, flags=[*TWO, *flags])
     job.begins()
     (job.folder / "go").touch()
     job.restarts()
@@ -288,7 +288,7 @@ def test_nobody_can_read_what_is_said(to: str, flags: Sequence[str], launcher: L
     "B1", "an exception names a file that is no UTF-8; or has 20 MB; an absurd exit code", "saved"
 )
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("failing_code", "fragment"),
     [
         (
             "raise OSError('cannot open /data/caf\\udce9.bin')",
@@ -299,13 +299,15 @@ def test_nobody_can_read_what_is_said(to: str, flags: Sequence[str], launcher: L
         ("raise ValueError('x' * 20_000_000)", " more characters); step 13"),
     ],
 )
-def test_words_that_cannot_be_sent(what: str, said: str, launcher: Launcher) -> None:
-    job = Training(launcher, then=RANK_1 + what)
+def test_an_exception_text_that_cannot_be_sent(failing_code: str, fragment: str, launcher: Launcher) -> None:
+    job = Training(launcher, then=RANK_1 + failing_code)
     job.begins()
     (job.folder / "go").touch()
     result = job.restarts(traceback=True)
     assert [
-        line for line in result.log.splitlines() if line.startswith("[ttp] rank 1 raised ") and said in line
+        line
+        for line in result.log.splitlines()
+        if line.startswith("[ttp] rank 1 raised ") and fragment in line
     ]
 
 
@@ -340,8 +342,8 @@ HangDetector.look = look
 )
 @pytest.mark.parametrize("error", ["KeyError: 7", "SystemExit: 7"])
 def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> None:
-    """Also where that breaks off the event loop of the thread, which asyncio lets SystemExit alone do."""
-    job = Training(launcher, before=FAILS.format(error=error.replace(": ", "(") + ")"))
+    """Exceptions that also stop the event loop of the thread; in asyncio only SystemExit does."""
+    job = Training(launcher, prelude=FAILS.format(error=error.replace(": ", "(") + ")"))
     job.begins()
     (job.folder / "go").touch()
     result = launcher.wait(job.agent, code=1)
@@ -354,12 +356,12 @@ def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> N
     "B1", "the agent's control thread ends", "the job ends with exit code 1 and one line, and every worker"
 )
 def test_the_control_thread_ends(launcher: Launcher) -> None:
-    """It breaks off, and again when it is to save."""
-    again = (
+    """The control thread fails, and fails again when it has to save."""
+    failing_save = (
         "from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks\n"
         "def do(*args):\n    raise SystemExit(8)\nSaveFolderTasks.do = do\n"
     )
-    job = Training(launcher, before=FAILS.format(error="SystemExit(7)") + again)
+    job = Training(launcher, prelude=FAILS.format(error="SystemExit(7)") + failing_save)
     job.begins()
     (job.folder / "go").touch()
     result = launcher.wait(job.agent, code=1)
@@ -378,11 +380,11 @@ def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
 
 
 def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launcher) -> None:
-    before = (
+    prelude = (
         "from adaptor.launchers.records.log import Account\n"
         "def restart(self):\n    raise ValueError('odd')\nAccount.restart = restart\n"
     )
-    job = Training(launcher, before=before)
+    job = Training(launcher, prelude=prelude)
     job.begins()
     job.kill(1)
     result = launcher.wait(job.agent, code=1)
@@ -419,7 +421,7 @@ Node.leave = leaves
 )
 @pytest.mark.parametrize("second", [None, signal.SIGINT], ids=["once", "twice"])
 def test_the_control_thread_hangs(second: signal.Signals | None, launcher: Launcher) -> None:
-    job = Training(launcher, before=HANGS, TTP_GRACE="1" if second is None else "3600")
+    job = Training(launcher, prelude=HANGS, TTP_GRACE="1" if second is None else "3600")
     job.begins()
     (job.folder / "go").touch()
     waiting.exist(job.folder / "hangs")
@@ -456,11 +458,11 @@ left_overs.clean = hangs(left_overs.clean)
     "B5", "the save folder hangs once last words are saved", "the last line is told, the rest after it"
 )
 def test_the_last_line_on_a_save_folder_that_hangs(launcher: Launcher) -> None:
-    job = Training(launcher, before=DISK_HANGS, TTP_NO_PROGRESS="1")
+    job = Training(launcher, prelude=DISK_HANGS, TTP_NO_PROGRESS="1")
     job.begins()
     job.kill(1)
-    told = "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "
-    waiting.written(job.folder, lambda: told in launcher.log, told)
+    line_of_death = "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "
+    waiting.written(job.folder, lambda: line_of_death in launcher.log, line_of_death)
     assert job.gone
     (job.folder / "answers").touch()
     result = launcher.wait(job.agent, code=79)
@@ -491,7 +493,7 @@ def test_no_descriptors(launcher: Launcher) -> None:
         "{pad}except OSError: os.mkdir('eaten' + {name})\n"
     )
     # In the agent once it is asked for the time, in the worker before it waits.
-    before = (
+    prelude = (
         "from adaptor.controller.hang_detector import HangDetector\nlook = HangDetector.look\n"
         "def eat(self, *args, **kwargs):\n"
         "    if not Path('eaten-agent').exists() and Path('go').exists():\n        "
@@ -499,7 +501,7 @@ def test_no_descriptors(launcher: Launcher) -> None:
         + "    return look(self, *args, **kwargs)\nHangDetector.look = eat\n"
     )
     job = Training(
-        launcher, then="if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), before=before
+        launcher, then="if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), prelude=prelude
     )
     job.begins()
     (job.folder / "go").touch()
@@ -510,13 +512,13 @@ def test_no_descriptors(launcher: Launcher) -> None:
 
 
 @pytest.mark.robustness("B7", "a survivor, or the agent, gets no process and no thread (pids.max)", "saved")
-@pytest.mark.parametrize("who", ["worker", "agent"])
-def test_no_threads(who: str, launcher: Launcher) -> None:
+@pytest.mark.parametrize("process", ["worker", "agent"])
+def test_no_threads(process: str, launcher: Launcher) -> None:
     job = Training(launcher)
     job.begins()
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(cgroups.no_more_threads(job.pid(0) if who == "worker" else job.agent))
+            stack.enter_context(cgroups.no_more_threads(job.pid(0) if process == "worker" else job.agent))
         except OSError as error:
             job.kill(1)
             launcher.wait(job.agent)
@@ -525,7 +527,7 @@ def test_no_threads(who: str, launcher: Launcher) -> None:
         result = launcher.wait(job.agent)
     assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in result.log
     assert "Traceback" not in result.log
-    if who == "agent":
+    if process == "agent":
         assert result.code == 137
         assert "; the workers cannot be started again: " in result.last_line
 
@@ -553,11 +555,11 @@ def test_out_of_memory(launcher: Launcher) -> None:
             group = stack.enter_context(cgroups.too_little_memory(256 << 20))
         except OSError as error:
             pytest.skip(f"not on this machine, or not for this user: {error}")
-        result = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)), code=137)
-    words = (
+        result = launcher.run(*ONE, script, prelude=JOINS.replace("GROUP", str(group)), code=137)
+    reason = (
         r"killed by the kernel: out of memory, the limit of its control group is 256 MiB, the peak \d+ MiB"
     )
-    assert re.search(rf"rank 0 was ended by SIGKILL \({words}\)", result.last_line), result.log
+    assert re.search(rf"rank 0 was ended by SIGKILL \({reason}\)", result.last_line), result.log
 
 
 @pytest.mark.robustness(
@@ -579,11 +581,11 @@ def test_children_in_groups_of_their_own(launcher: Launcher) -> None:
         lambda: all(file.exists() and file.read_text().endswith(("\n", " ")) for file in files),
         "they run",
     )
-    child, other = (int(file.read_text()) for file in files)
+    child, detached = (int(file.read_text()) for file in files)
     job.kill(1)
     job.restarts()
     try:
         assert is_gone(child)
-        assert not is_gone(other), "it has left the session"
+        assert not is_gone(detached), "it has left the session"
     finally:
-        os.kill(other, signal.SIGKILL)
+        os.kill(detached, signal.SIGKILL)

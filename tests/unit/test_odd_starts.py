@@ -1,4 +1,4 @@
-"""`ttprun` in a hostile environment: it works, or ends with one line."""
+"""`ttprun` in a hostile environment: the job runs, or ttprun ends with one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["launcher", "zygote"]
     ],
     ids=["folder", "fifo", "device", "dash", "empty", "long"],
 )
-def test_what_is_no_script(
+def test_a_path_that_is_no_script(
     script: str,
     line: str,
     tmp_path: Path,
@@ -58,7 +58,7 @@ def test_a_script_that_may_not_be_read(launcher: Launcher) -> None:
     (launcher.folder / script).chmod(0o600)
     # Its working directory is that folder, so the parents' permissions do not matter.
     setup = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
-    result = launcher.run(*ONE, script, before=setup)
+    result = launcher.run(*ONE, script, prelude=setup)
     assert (result.code, result.log) == (
         2,
         f"ttprun: error: the script {script} cannot be run (Permission denied)\n",
@@ -72,7 +72,7 @@ def test_the_working_directory_is_gone(launcher: Launcher) -> None:
         "ttprun: error: the working directory is not there any more (No such file or directory): start ttprun"
         " in another one\n"
     )
-    result = launcher.run(*ONE, "/nowhere.py", before=setup)
+    result = launcher.run(*ONE, "/nowhere.py", prelude=setup)
     assert (result.code, result.log) == (2, line)
 
 
@@ -129,5 +129,5 @@ def test_nohup(ignored: bool, launcher: Launcher) -> None:
         "print(*(int(re.search(f'{n}:\\s*(.*)', status)[1], 16) & 1 for n in ('SigIgn', 'SigCgt')))\n"
     )
     setup = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})"
-    result = launcher.run(*ONE, script, before=setup)
+    result = launcher.run(*ONE, script, prelude=setup)
     assert (result.code, result.last_line) == (0, "1 0" if ignored else "0 1"), result.log

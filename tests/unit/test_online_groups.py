@@ -152,7 +152,7 @@ while True:
 
 def exchanges(spare_descriptors: int) -> str:
     """Exchange the backends of 24 groups of two ranks as often as possible; return the count and the reason
-    more.
+    to stop.
 
     Args:
         spare_descriptors: descriptors at the start beyond the need of one exchange; 0: this machine's limit.
@@ -179,7 +179,7 @@ def test_the_backends_of_each_group_have_enough_numbers() -> None:
 
 
 def test_descriptors_are_left_for_last_words() -> None:
-    """An exchange that would use them is not started."""
+    """An exchange is not started if it would use the last descriptors."""
     result = exchanges(spare_descriptors=120)
     assert re.fullmatch(
         r"[12] \d+ descriptors are open, and 320 more may be needed for 24 process groups: "

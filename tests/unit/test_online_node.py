@@ -159,7 +159,7 @@ def test_without_restarts_left_nobody_is_replaced(online: Job) -> None:
     assert online.nodes[0].control.recovered.empty()
 
 
-def test_every_agent_is_told(online: Job) -> None:
+def test_every_agent_records_the_recovery(online: Job) -> None:
     train(online, nodes=2)
     online.workers[1].process.kill()
     (on_node_0, path), (on_node_1, path_on_node_1) = recovered(online, 0), recovered(online, 1)

@@ -170,7 +170,7 @@ def test_a_late_order_is_ignored(memory: BoardMemory) -> None:
 
 
 def test_a_thread_that_begins_when_all_go_on_does_nothing(memory: BoardMemory) -> None:
-    """It would take the order for one of the next incident and turn the main thread away."""
+    """The thread would take the order for an order of the next incident and turn the main thread away."""
     worker = Worker(memory)
     worker.board.finish(5)
     worker.rejoin.proceed(Proceed(1, 5))
@@ -218,7 +218,7 @@ def adam() -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
-    """The source checks its own shard only when it joins."""
+    """The source checks its own shard only when the newcomer joins."""
     sender_optimizer, target = adam(), adam()
     if not is_finite:
         next(iter(sender_optimizer.state.values()))["exp_avg"][1] = torch.nan

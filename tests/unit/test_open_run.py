@@ -34,7 +34,7 @@ def test_a_client_that_hangs_is_left() -> None:
     client.answers.set()
 
 
-def test_a_client_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_fails_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     run = OpenRun(context.get())
     run.client = FailingClient()
     run.end(LONG_S)

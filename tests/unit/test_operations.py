@@ -89,7 +89,7 @@ class RecordingNotifier:
 
 
 class RecordedJob:
-    """The files of a job of two nodes with one rank each, written from its messages and orders."""
+    """The files of a job of two nodes with a rank each, written from its messages and orders."""
 
     def __init__(self, logs: Path, notify: Callable[[Any], None] = lambda make: None) -> None:
         self.logs = logs
@@ -334,7 +334,7 @@ def test_a_process_that_ends_before_its_hello_has_its_own_pid(tmp_path: Path) ->
         (2, "ttprun on n1 ends, as it was told; the job goes on if enough nodes are left"),
     ],
 )
-def test_after_a_ttprun_that_was_told_to_end(nodes: int, action: str, tmp_path: Path) -> None:
+def test_after_a_ttprun_that_got_a_signal(nodes: int, action: str, tmp_path: Path) -> None:
     report = IncidentReport(JobFiles(str(tmp_path)))
     report.begin(1)
     for node in range(nodes):
@@ -359,7 +359,7 @@ def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_and_is_replaced(tmp_path: Path) -> None:
-    """It is ended for its silence: the hang began earlier, and it never answered."""
+    """The rank is ended for its silence: the hang began earlier, and the rank never answered."""
     job = RecordedJob(tmp_path)
     say, order = job.report.record_message, job.report.record_order
     say(0, NodeStalled(0, 6.0, 48, -1), 100.0)
@@ -489,7 +489,7 @@ def test_the_status_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert job.read().step == 7
 
 
-def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_lists_failed_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = WatchedStatus(tmp_path)
     for step in (4, 8):
         job.report.record_message(0, SaveEnded(0, step, "rank 1: No space left on device (/save)"))
@@ -589,10 +589,10 @@ def test_a_rank_with_more_tokens_or_with_few_of_them_is_not_slow() -> None:
     assert job_records.slow_rank({**usual, 2: ComputeTime(1.5)}, parts) == (2, 1.5), "tokens are unknown"
 
 
-def test_a_log_folder_that_cannot_be_written_is_told_of_once(
+def test_a_log_folder_that_cannot_be_written_is_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The missed files are written once the folder is writable."""
+    """The missing files are written once the folder is writable."""
     job = RecordedJob(tmp_path)
     folder = tmp_path / "job_7"
     assert output.drain(LONG_S)
@@ -631,7 +631,7 @@ def test_a_disk_that_is_full_has_no_half_of_a_file(tmp_path: Path) -> None:
     assert list((tmp_path / "job").iterdir()) == []
 
 
-def test_a_disk_of_logs_that_hangs_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_disk_that_hangs_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = JobFiles(str(tmp_path), "job", patience_s=0.0)
     hangs = threading.Event()
     files.calculate(hangs.wait)
@@ -651,8 +651,8 @@ def _now(status: JobStatus) -> None:
     status.look([], Controller(2, 10.0, ("", 0, b"")), 0, 1, 1, 0)
 
 
-def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
-    """Over the processes of a rank, over the nodes with the controller, and over ttprun's restart."""
+def test_the_status_adds_up_the_time_of_ranks_outside_steps(tmp_path: Path) -> None:
+    """The sum covers the processes of a rank, the nodes with the controller, and restarts of ttprun."""
 
     def reading(save: float) -> list[float]:
         return [30.0, 1.0, 2.0, save, 100.0, 4.0]  # in the order of USES; a load is reported with `training`
@@ -674,7 +674,7 @@ def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
     assert first.read().spent["save"] == 21.5
 
 
-def test_steps_that_are_made_again_are_told_as_such(tmp_path: Path) -> None:
+def test_repeated_steps_are_reported_as_repeated(tmp_path: Path) -> None:
     """After a restart of the workers, a take-over by a node, and a new ttprun."""
 
     def look(job: WatchedStatus, step: int, seconds: float, generation: int = 1) -> tuple[float, float]:
@@ -817,7 +817,7 @@ def _checkpoint(save: Path, step: int) -> Path:
     return folder
 
 
-def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_wrong_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     folder = save / naming.final_name(5)
     folder.mkdir(parents=True)
@@ -853,7 +853,9 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
     assert "there is no such folder; name a --save folder" in capsys.readouterr().err
 
 
-def test_verify_cannot_tell_what_it_may_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_files_that_it_may_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = _checkpoint(tmp_path, 5)
     (folder / "a").unlink()
     (folder / "a").symlink_to("/proc/self/mem")  # can be opened but not read

@@ -28,7 +28,7 @@ class Of015:
 
 
 class Of016(Of015):
-    """Of 0.16, which orders a process's first reductions differently."""
+    """The optimizer of 0.16, in which the first reductions of a process have another order."""
 
     def finish_grad_sync(self) -> None:
         if NAMES.is_first_batch:
@@ -36,7 +36,7 @@ class Of016(Of015):
 
 
 class Of017(Of016):
-    """Of 0.17 and later, whose stream is correct."""
+    """The optimizer of 0.17 and later, whose stream is correct."""
 
     def start_grad_sync(self) -> None:
         NAMES.communication_stream.wait_stream(NAMES.cuda.current_stream())

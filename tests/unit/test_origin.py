@@ -53,7 +53,7 @@ def behind(cause: BaseException) -> ValueError:
     ],
     ids=lambda value: None if isinstance(value, bool) else f"{type(value).__name__}-{value}"[:30],
 )
-def test_which_exceptions_are_lasting(error: BaseException, lasting: bool) -> None:
+def test_lasting_exceptions(error: BaseException, lasting: bool) -> None:
     assert origin_of(error, -1, ScriptStage.TRAINING, trains=False, is_restart=False).lasting is lasting
     assert not origin_of(error, -1, ScriptStage.TRAINING, trains=True, is_restart=False).lasting
     assert origin_of(error, 7, ScriptStage.TRAINED, trains=True, is_restart=False).lasting is lasting

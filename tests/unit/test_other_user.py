@@ -1,4 +1,4 @@
-"""Agents of one machine, and another user of that machine who may read and write torch's rendezvous store."""
+"""Agents of one machine, and another user of the machine with access to torch's rendezvous store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ while True:
 
 @pytest.fixture
 def two_here(job: Job) -> tuple[Job, Any]:
-    """A job of two agents on this machine, and its rendezvous store."""
+    """Yield a job of two agents on this machine, and its rendezvous store."""
     store = dist.HashStore()
     nodes = [job.node() for _ in range(2)]
     for number, node in enumerate(nodes):
@@ -67,11 +67,11 @@ def two_here(job: Job) -> tuple[Job, Any]:
 )
 def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     job, store = two_here
-    found = Invitation.decode(store.get(credentials.KEY), UNIX)
-    assert found.port == 0
+    invitation = Invitation.decode(store.get(credentials.KEY), UNIX)
+    assert invitation.port == 0
     standby = client_of(job.nodes[1]).listener.endpoint
     assert standby is not None
-    for name in (found.name, standby.address):
+    for name in (invitation.name, standby.address):
         assert said_by_other_user(INTRUDE, name, secrets.token_bytes(200).hex()) == "0\n"
     for node in job.nodes:
         counted = client_of(node)._rejected.counted
@@ -124,11 +124,11 @@ async def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         rejected = RejectedConnections("the gate")
         listener = AgentListener(b"secret", None, rejected, welcome, read_hello)
         name = listener.open(UNIX, "", 0).address
-        found = await asyncio.gather(*(try_connect(name, 0, b"secret", None) for _ in range(20)))
-        assert None not in found
-        for one in found:
-            assert one is not None
-            one[1].close()
+        connections = await asyncio.gather(*(try_connect(name, 0, b"secret", None) for _ in range(20)))
+        assert None not in connections
+        for connection in connections:
+            assert connection is not None
+            connection[1].close()
         await listener.close()
         rejected.close()
 
@@ -146,11 +146,11 @@ def test_the_secret_is_in_the_store_only_where_the_network_is_trusted(kind: str)
 
 
 @pytest.mark.parametrize("settings", [UNIX, TLS])
-@pytest.mark.parametrize("said", [UNIX, TLS, PLAIN])
-def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> None:
-    """What the store says does not change what this node's settings ask for."""
-    encoded = Invitation.draw(said, restart=False, job="pretrain-7").encode()
-    if said == settings:
+@pytest.mark.parametrize("kind_in_store", [UNIX, TLS, PLAIN])
+def test_the_store_cannot_weaken_the_connection(settings: str, kind_in_store: str) -> None:
+    """The content of the store does not weaken the connection that this node's settings require."""
+    encoded = Invitation.draw(kind_in_store, restart=False, job="pretrain-7").encode()
+    if kind_in_store == settings:
         assert Invitation.decode(encoded, settings).kind == settings
         return
     with pytest.raises(StartError, match=r"^node 0 waits for agents by .* must mean the same on every node$"):
@@ -158,7 +158,7 @@ def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> No
 
 
 @pytest.mark.parametrize(
-    "said",
+    "content",
     [
         b"",
         b"\xff" * 20,
@@ -169,8 +169,8 @@ def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> No
     ],
     ids=["nothing", "noise", "a path", "a number", "another folder", "too long"],
 )
-def test_somebody_else_has_written_to_the_store(said: bytes) -> None:
+def test_somebody_else_has_written_to_the_store(content: bytes) -> None:
     with pytest.raises(
         StartError, match=r"^what the rendezvous store says of the controller was not written"
     ):
-        Invitation.decode(said, UNIX)
+        Invitation.decode(content, UNIX)

@@ -1,4 +1,4 @@
-"""What is told to people never waits, never raises, and never changes how a process ends."""
+"""Output for people never waits, never raises and never changes the exit of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(program: str, stdout: int | None = None, stderr: int | None = None) -> s
 
 
 def stderr_of(program: str) -> str:
-    """Run a program, which must end well; return what it writes to stderr."""
+    """Run a program that must succeed; return its stderr."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return captured([sys.executable, "-c", program], code=0, env=environment, timeout=LONG_S).stderr
 
@@ -31,19 +31,19 @@ def stderr_of(program: str) -> str:
 def test_lines_are_written_in_their_order_before_the_process_ends() -> None:
     program = "from adaptor.output import tell\nfor n in range(100): tell(f'{n} \\udce9', to='stdout')"
     with run(program, stdout=subprocess.PIPE) as process:
-        said, _ = process.communicate(timeout=LONG_S)
-    assert said.decode() == "".join(f"{n} \\udce9\n" for n in range(100))
+        printed, _ = process.communicate(timeout=LONG_S)
+    assert printed.decode() == "".join(f"{n} \\udce9\n" for n in range(100))
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-@pytest.mark.parametrize("what", ["closed pipe", "full disk", "not there"])
-def test_a_stream_that_cannot_be_written_changes_nothing(stream: str, what: str) -> None:
+@pytest.mark.parametrize("state", ["closed pipe", "full disk", "not there"])
+def test_a_stream_that_cannot_be_written_changes_nothing(stream: str, state: str) -> None:
     program = f"from adaptor.output import tell\ntell('x' * 100_000, to={stream!r})\nraise SystemExit(7)"
-    if what == "not there":
+    if state == "not there":
         program = f"import os, sys\nsys.{stream} = None\nos.close({1 + (stream == 'stderr')})\n{program}"
     reader, writer = os.pipe()
     os.close(reader)
-    place = os.open("/dev/full", os.O_WRONLY) if what == "full disk" else writer
+    place = os.open("/dev/full", os.O_WRONLY) if state == "full disk" else writer
     process = run(program, **{stream: place})  # type: ignore[arg-type]
     os.close(writer)
     assert process.wait(LONG_S) == 7
@@ -58,14 +58,14 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
         "open('/dev/fd/1', 'wb').write(b'told')\n"
     )
     with run(program, stdout=subprocess.PIPE, stderr=writer) as process:
-        said, _ = process.communicate(timeout=LONG_S)
-        assert (said, process.returncode) == (b"told", 0)
+        printed, _ = process.communicate(timeout=LONG_S)
+        assert (printed, process.returncode) == (b"told", 0)
     os.close(reader)
     os.close(writer)
 
 
 def test_nothing_is_written_beside_a_thread_that_has_too_much_to_write() -> None:
-    """Where that thread then fills the pipe, who writes beside it would hang for ever."""
+    """If the writing thread then fills the pipe, a second writer would hang for ever."""
     program = (
         "import threading\n"
         "from adaptor import output\n"
@@ -121,7 +121,7 @@ def test_a_job_that_hangs_is_waited_for_only_so_long() -> None:
 
 
 class _AfterAStop(threading.Event):
-    """Set by a thread that is stopped with its process when somebody has just begun to wait for it.
+    """An event set by a thread that is stopped with its process just after another thread begins to wait.
 
     Attributes:
         waits: the seconds of each wait
@@ -139,7 +139,7 @@ class _AfterAStop(threading.Event):
         return self.is_set()  # the first time, because the time was over when the process went on
 
 
-def test_the_time_in_which_a_process_is_stopped_is_no_waiting_time() -> None:
+def test_time_in_a_stopped_process_is_no_waiting_time() -> None:
     event = _AfterAStop()
     assert threads.wait(event, 2.0) > 1.0
     assert sum(event.waits) < 1.0
@@ -149,8 +149,10 @@ def test_the_time_in_which_a_process_is_stopped_is_no_waiting_time() -> None:
 
 
 @pytest.mark.parametrize("handler", ["StreamHandler", "_StderrHandler"])
-def test_what_a_library_logs_to_stderr_is_told(handler: str) -> None:
-    """The stream of the second kind cannot be set; dill, which torch imports where it is there, has one."""
+def test_a_librarys_log_to_stderr_goes_to_the_output(handler: str) -> None:
+    """The stream of the second kind of handler cannot be set; dill, which torch imports if installed, has
+    such a handler.
+    """
     program = (
         "import logging\n"
         "from adaptor import output\n"

@@ -155,7 +155,7 @@ def test_a_store_that_refuses_is_one_line(url: str, faults: FaultProxy, logs: Pa
 def test_the_process_of_a_node(
     url: str, faults: FaultProxy, logs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It starts before a save folder is known, is restarted, and sends the rest at the end."""
+    """The process starts before a save folder is known, is restarted, and sends the rest at the end."""
     settings = dataclasses.replace(
         load({}).of(StoreSettings), store=url, store_endpoint=faults.url, store_also=("logs",)
     )

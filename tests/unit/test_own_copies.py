@@ -55,8 +55,7 @@ def test_nodes_that_have_named_a_save_in_the_same_second(tmp_path: Path) -> None
 def test_disks_with_the_very_same_copy(tmp_path: Path, tracker_text: str) -> None:
     """Step 10 was copied with its times, so the disks look alike. Node 1 also has a step 20.
 
-    The framework takes the largest step that any rank reads: it would load a step 20 that was never
-    compared.
+    The framework takes the largest step that any rank reads: it would load a step 20 that was never compared.
     """
     places = [tmp_path / "node0", tmp_path / "node1"]
     for node in (0, 1):
@@ -111,7 +110,9 @@ def test_a_release_that_every_node_has(tmp_path: Path) -> None:
 
 
 def test_a_save_is_completed_beside_another_save_of_its_step(tmp_path: Path) -> None:
-    """Step 20 was saved, all went back and saved it anew; the job ended before node 1 renamed it."""
+    """Step 20 was saved; all ranks went back and saved it anew; the job ended before node 1 renamed its
+    folder.
+    """
     places = disks(tmp_path, 2)
     roots = [place / "save" for place in places]
     save(roots, NEWER, SECOND)
@@ -294,7 +295,7 @@ if rank == "2":
 def test_ranks_that_share_another_disk_than_node_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, is_noted: bool
 ) -> None:
-    """Both find the work on that disk, one of them does it, and the other sees it done."""
+    """Both ranks see the same unfinished work on the shared disk; the first rank does the work."""
     places = [tmp_path / "node0", tmp_path / "shared", tmp_path / "shared"]
     roots = [place / "save" for place in places]
     for step, generation in ((OLDER, FIRST), (NEWER, SECOND)):
@@ -332,7 +333,7 @@ if sys.argv[2] == "1":
 def test_a_rank_that_does_not_know_yet_that_it_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a tracker it still has --ckpt-step, which does not apply to a restart: rank 0 decides."""
+    """Without a tracker the rank still has --ckpt-step, which does not apply to a restart: rank 0 decides."""
     places = disks(tmp_path, 2)
     (places[1] / "save" / naming.TRACKER).unlink()
     (tmp_path / "chosen.py").write_text(CHOSEN)

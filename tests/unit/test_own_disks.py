@@ -102,9 +102,9 @@ def content(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.integration
 def test_wherever_a_job_ends_between_the_saves_of_its_nodes(tmp_path: Path) -> None:
-    """The job ends before each disk operation by which three nodes rename a save, one after the other.
+    """The job ends before each disk operation by which three nodes rename a save, in node order.
 
-    Once node 0 has renamed and reported the save, nothing is lost; before that, all continue from the step
+    Once node 0 has renamed and reported the save, nothing is lost; until then all continue from the step
     before, and the other nodes keep no file of the newer step.
     """
     places = disks(tmp_path, 3)
@@ -296,7 +296,7 @@ def test_two_saves_of_a_step_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_node_that_has_more_than_node_0_checks_all_of_it(tmp_path: Path) -> None:
-    """Node 1 has pulled the whole checkpoint, and a file that its ranks load is damaged."""
+    """Node 1 has pulled the whole checkpoint, and a file loaded by its ranks is damaged."""
     places = disks(tmp_path, 2)
     for node, place in enumerate(places):
         write(place / "save", node, NEWER, SECOND)
@@ -502,7 +502,7 @@ def test_a_disk_that_refuses_to_go_back_is_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_machines_that_see_other_times_of_the_same_files_go_back_once(tmp_path: Path) -> None:
-    """One folder that looks like two disks: both ranks execute the agreement, rank 0 last."""
+    """A folder that looks like two disks: both ranks execute the agreement, rank 0 last."""
     (place,) = disks(tmp_path, 1)
     root = place / "save"
     write(root, 0, NEWER, SECOND)

@@ -93,7 +93,7 @@ def phase(pace: Pace, clock: Clock, seconds: float) -> None:
 
 
 def noticed_after(memory: BoardMemory) -> float:
-    """Return the seconds until a rank that stands still is reported while the other rank waits for it."""
+    """Return the seconds until a stalled rank is reported while the other rank waits."""
     watch = HangDetector(0, FLOOR_S)
     boards = [memory.read(0), memory.read(1)]
     for second in range(2000):
@@ -124,7 +124,7 @@ def test_a_new_process_that_hangs_in_its_first_step_is_noticed_as_soon_as_any(
 
 
 def test_a_new_process_that_hangs_in_an_evaluation_is_noticed(memory: BoardMemory, clock: Clock) -> None:
-    """The process that provides its state has finished such a phase."""
+    """The process that provides the state has finished a phase of this kind."""
     _, twin = rank(memory, 0)
     for number in range(1, 4):
         step(twin, clock, number, 1.0)
@@ -139,7 +139,7 @@ def test_a_new_process_that_hangs_in_an_evaluation_is_noticed(memory: BoardMemor
     assert noticed_after(memory) == PHASE_FACTOR * FLOOR_S
 
 
-def test_the_first_phase_of_a_kind_whose_duration_is_known_has_a_limit(
+def test_the_first_phase_of_a_kind_with_a_known_duration_has_a_limit(
     memory: BoardMemory, clock: Clock
 ) -> None:
     for number in range(2):
@@ -206,7 +206,7 @@ def test_each_second_of_a_phase_is_reported_once(memory: BoardMemory, clock: Clo
 
 
 def test_a_phase_cut_off_by_a_fault_is_not_reported(memory: BoardMemory, clock: Clock) -> None:
-    """It waited for a lost rank: its time belongs to the incident."""
+    """The phase waited for a lost rank: its time belongs to the incident."""
     _, pace = rank(memory, 0)
     pace.begin_phase("evaluation")
     clock.now += 60.0

@@ -50,7 +50,7 @@ def _write(file: int, blocks: list[bytes], shift: int = 0) -> list[bool]:
     return taken
 
 
-def test_what_is_taken_is_in_the_file(file: int) -> None:
+def test_written_blocks_are_in_the_file(file: int) -> None:
     blocks = _blocks()
     taken = _write(file, blocks)
     assert set(taken) == {disk.is_on_own_disk(file)}
@@ -68,7 +68,7 @@ def test_the_blocks_begin_at_a_huge_page(monkeypatch: pytest.MonkeyPatch, refuse
 
 
 def test_a_disk_that_asks_for_larger_units_gets_it_through_the_cache(file: int) -> None:
-    """As for a place that is no multiple of its unit: it says EINVAL to both."""
+    """The disk answers EINVAL, as for an offset that is no multiple of its unit."""
     blocks = _blocks()
     _write(file, blocks, shift=100)
     assert os.pread(file, COUNT * BLOCK, 100) == b"".join(blocks)
@@ -107,9 +107,9 @@ def test_whatever_ends_a_write_is_raised_where_its_block_is_waited_for(
 
 
 def test_it_leaves_no_descriptor_and_no_thread(file: int) -> None:
-    before = set(Path("/proc/self/fd").iterdir())
+    descriptors_before = set(Path("/proc/self/fd").iterdir())
     _write(file, _blocks())
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert set(Path("/proc/self/fd").iterdir()) == descriptors_before
     for thread in threading.enumerate():
         if thread.name == "ttp-write":
             thread.join(LONG_S)  # it has been told
@@ -132,10 +132,10 @@ with DirectWriter([file], {block}) as writer:
 """
 
 
-def test_what_the_disk_refuses_is_told(file: int, tmp_path: Path) -> None:
+def test_an_error_of_the_disk_is_raised(file: int, tmp_path: Path) -> None:
     script = _LIMITED.format(block=BLOCK, count=COUNT)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "file")], check=False)
-    assert done.returncode == errno.EFBIG
+    completed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "file")], check=False)
+    assert completed.returncode == errno.EFBIG
 
 
 __all__ = ["launcher", "zygote"]
@@ -158,7 +158,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def _read_from_disk() -> int:
-    """Return the bytes that this thread has had read; the system counts them when it asks the disk."""
+    """Return the bytes read from the disk for this thread, as the kernel counts them."""
     lines = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
@@ -167,21 +167,21 @@ def test_all_of_it_is_read_once_where_the_disk_is_the_machines_own(checkpoint: P
     descriptor = os.open(checkpoint, os.O_RDONLY)
     expected = SIZE if disk.is_on_own_disk(descriptor) else 0
     os.close(descriptor)
-    before = _read_from_disk()
+    bytes_before = _read_from_disk()
     assert page_cache.read_ahead(checkpoint, SIZE) == expected
-    assert _read_from_disk() - before >= expected
-    before = _read_from_disk()
+    assert _read_from_disk() - bytes_before >= expected
+    bytes_before = _read_from_disk()
     (checkpoint / "data.pt").read_bytes()
-    assert not expected or _read_from_disk() - before < SIZE // 10
+    assert not expected or _read_from_disk() - bytes_before < SIZE // 10
 
 
 def test_nothing_is_read_of_one_that_is_too_large(checkpoint: Path) -> None:
-    before = _read_from_disk()
+    bytes_before = _read_from_disk()
     assert page_cache.read_ahead(checkpoint, SIZE - 1) == 0
-    assert _read_from_disk() - before < SIZE // 10
+    assert _read_from_disk() - bytes_before < SIZE // 10
 
 
-def test_a_folder_that_is_none_is_told_to_the_caller_and_stops_no_thread(
+def test_a_missing_folder_is_raised_to_the_caller_and_stops_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError):
@@ -226,13 +226,13 @@ if step == 0:
 
 
 @pytest.mark.parametrize("restarts", [1, 0])
-def test_ttprun_reads_what_a_restart_loads(restarts: int, launcher: Launcher) -> None:
-    """While its workers start; and nothing where the job ends."""
+def test_ttprun_reads_the_checkpoint_of_a_restart_ahead(restarts: int, launcher: Launcher) -> None:
+    """ttprun reads while its workers start, and reads nothing if the job ends."""
     options = (*ONE, "--max-restarts", str(restarts))
-    ended = launcher.run(*options, launcher.script(SCRIPT), before=HEARS_OPENS, code=1 - restarts)
-    assert "step 1 is saved" in ended.log
+    result = launcher.run(*options, launcher.script(SCRIPT), prelude=HEARS_OPENS, code=1 - restarts)
+    assert "step 1 is saved" in result.log
     opened = (launcher.folder / "opened").read_text().splitlines()
-    where = launcher.folder / naming.final_name(1)
-    manifest = str(where / naming.MANIFEST)  # read by the publish, too, for further trackers
-    expected = [manifest, *([manifest, str(where / "g.txt")] if restarts else [])]
-    assert [path for path in opened if Path(path).parent == where] == expected
+    checkpoint = launcher.folder / naming.final_name(1)
+    manifest = str(checkpoint / naming.MANIFEST)  # read by the publish, too, for further trackers
+    expected = [manifest, *([manifest, str(checkpoint / "g.txt")] if restarts else [])]
+    assert [path for path in opened if Path(path).parent == checkpoint] == expected

@@ -99,8 +99,8 @@ def test_a_page_in_both_schemes_and_widths(browser_page: BrowserPage, job: Path,
     assert "Thread 1 (main)" in browser_page.page.locator("details pre").inner_text()
 
 
-def test_axe_finds_what_is_wrong(browser_page: BrowserPage, job: Path, tmp_path: Path) -> None:
-    """Show that an empty list of findings means something."""
+def test_axe_finds_a_missing_language(browser_page: BrowserPage, job: Path, tmp_path: Path) -> None:
+    """Show that an empty list of findings has a meaning."""
     file = tmp_path / "report.html"
     file.write_text(html_of(job).replace('<html lang="en">', "<html>"))
     browser_page.page.goto(file.as_uri())
@@ -126,7 +126,7 @@ def test_events_are_filtered(browser_page: BrowserPage, job: Path, tmp_path: Pat
     assert not browser_page.page.get_by_label("Where").is_visible()
 
 
-def test_the_live_page_takes_what_is_new(
+def test_the_live_page_shows_new_content(
     browser_page: BrowserPage, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state changes; the filter of an incident with an unchanged file stays."""

@@ -1,7 +1,7 @@
-"""plan: the largest complete step is found, and only shards with live holders are promised.
+"""plan: the largest complete step is chosen, and only shards with live holders are promised.
 
-The oracle ignores phases: each board is drawn together with its set of provided steps, as the
-table in the design lists them, and the best step is searched among all steps.
+The oracle ignores phases: each board is drawn with its set of provided steps, as in the table of the design,
+and the best step is searched among all steps.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def test_the_reason_is_true(job: DrawnJob) -> None:
 
 
 def test_a_rank_at_the_door_gives_both_steps() -> None:
-    """One rank has finished step 5; its peer waits at the door to step 5, then has not reached the door."""
+    """The other rank waits at the door to step 5, then has not reached the door."""
     shares = {0: (Share("dense", 0, 2),), 1: (Share("dense", 1, 2),)}
     ahead = BoardRecord(0, phase=Phase.RUNNING, oldest=5, finished=5, ahead=5)
     at_the_door = BoardRecord(1, phase=Phase.READY, oldest=4, finished=4, ahead=5)

@@ -64,7 +64,7 @@ OPENMPI = {
 
 
 class Clock:
-    """A clock that advances by pauses alone; `at` runs a function at its time."""
+    """A clock that advances by pauses only; `at` runs a function at a given time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -146,7 +146,7 @@ def test_a_platform_fills_in_everything(environ: dict[str, str], expected: tuple
     assert read.card is None
 
 
-def test_the_line_says_what_was_read_and_where() -> None:
+def test_the_line_names_the_values_and_their_variables() -> None:
     _, read = fill(SLURM, "--nproc-per-node", "2")
     assert read is not None
     assert read.line == (
@@ -173,7 +173,7 @@ def test_without_a_platform_nothing_changes() -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("environ", [SLURM, {"MA_NUM_HOSTS": "nonsense"}], ids=["sense", "nonsense"])
-def test_a_platform_is_not_asked_for_what_flags_give(environ: dict[str, str], arguments: list[str]) -> None:
+def test_flags_take_precedence_over_the_platform(environ: dict[str, str], arguments: list[str]) -> None:
     parsed, read = fill(environ, *arguments)
     assert read is None
     assert parsed == flags.parse([*arguments, "script.py"])

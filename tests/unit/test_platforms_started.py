@@ -50,7 +50,7 @@ def test_two_nodes_by_the_variables_of_slurm(zygote: subprocess.Popen[str], tmp_
 
 
 def cards(folder: Path, count: int) -> list[dict[str, str]]:
-    """The environments of the processes that a platform starts for the cards of one node."""
+    """Return the environments of the processes that a platform starts for the cards of one node."""
     # The content of the table distinguishes jobs, and tests, on one machine.
     devices = [{"device_id": str(n), "device_ip": str(folder), "rank_id": str(n)} for n in range(count)]
     table = {"status": "completed", "version": "1.0", "server_count": "1"}
@@ -65,7 +65,7 @@ def cards(folder: Path, count: int) -> list[dict[str, str]]:
     ("last", "code"), [("", 0), ("raise SystemExit(5)", 5)], ids=["to its end", "with a fault"]
 )
 def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """The first process runs the job, the second waits and ends with its code; no worker gets one card."""
+    """The first process runs the job; the second waits and ends with the same code; workers see all cards."""
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):
         (tmp_path / f"card{number}").mkdir()
@@ -81,7 +81,7 @@ def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[
 
 
 def test_sigterm_to_all_processes_of_a_node(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """A platform that ends a job signals every process; the waiting ones end with the one that saves."""
+    """A platform ends a job by a signal to every process; the waiting processes end after the save."""
     script = f"{LOOK}\nimport threading\nthreading.Event().wait()\n"
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):

@@ -1,4 +1,4 @@
-"""Plug-ins by entry points: found by name, and one line where there is none, two, or a broken one."""
+"""Plug-ins by entry points: loaded by name; none, two or a broken one of a name give one line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_of_another_distribution_is_found(install: Install) -> None:
     assert type(engines.find("other")).__module__ == "other_engine"
 
 
-def test_an_unknown_name_is_one_line_with_those_that_are_there(install: Install) -> None:
+def test_an_unknown_name_is_one_line_with_the_known_names(install: Install) -> None:
     install("other-engine", "other")
     assert refused("mindoi", ConfigError) == (
         "TTP_ENGINE is 'mindoi': it must be one of builtin, mindio, other, or left out;"

@@ -144,8 +144,10 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]
     memory.close()
 
 
-def test_what_is_sent_is_with_the_agent_before_the_thread_goes_on(tmp_path: Path) -> None:
-    """The thread that answers the agent has not run: a layout outlives a rank killed at once."""
+def test_a_sent_message_reaches_the_agent_before_the_thread_continues(tmp_path: Path) -> None:
+    """The thread that answers the agent has not run: the layout reaches the agent even if the rank is killed
+    at once.
+    """
     processor, agent = connected(tmp_path)
     processor.say(Present(0, 1))
     processor.send(Present(0, 2))

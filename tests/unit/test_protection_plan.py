@@ -101,7 +101,7 @@ def test_an_optimizer_that_every_rank_has() -> None:
     assert unsharded.survives == "any 3 ranks, any 1 node"
 
 
-def test_a_model_whose_size_is_not_known() -> None:
+def test_a_model_of_unknown_size() -> None:
     planned = plan(ParallelLayout(4, 4, experts=0, sharded=True, instances=1), None, "split")
     assert (planned.parameters, planned.save, row(planned, "split").memory) == (None, None, None)
     assert row(planned, "split").survives == "any 1 rank"

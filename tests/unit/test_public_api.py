@@ -1,4 +1,4 @@
-"""The names that `import adaptor` offers, and the modules it does not import."""
+"""The names offered by `import adaptor`, and the modules it does not import."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _all_join(orders: Orders) -> bool:
 
 
 def test_a_new_process_that_uses_cpu_time_may_take_longer_than_the_limit() -> None:
-    """It is replaced half of the limit after its CPU time stops growing."""
+    """The process is replaced half of the limit after its CPU time stops growing."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
@@ -305,7 +305,7 @@ def test_a_new_process_that_uses_cpu_time_for_ever_ends_the_recovery() -> None:
 
 
 def test_a_new_process_that_answers_and_makes_no_progress_is_replaced() -> None:
-    """Its main thread waits forever while the thread that answers runs."""
+    """The main thread waits forever while the thread that answers runs."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
@@ -314,7 +314,7 @@ def test_a_new_process_that_answers_and_makes_no_progress_is_replaced() -> None:
     assert _replaced(_live_on(job, -1, 40.0)) == {1}
 
 
-def test_a_rank_whose_new_processes_fail_in_two_ways_has_both_reasons() -> None:
+def test_two_failures_of_new_processes_of_a_rank_give_both_reasons() -> None:
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
@@ -358,7 +358,7 @@ def test_a_new_process_that_fails_by_the_death_of_its_twin_has_not_failed_itself
 
 
 def test_a_survivor_that_raises_keeps_its_process_once() -> None:
-    """It may be the only holder of its shard; a second exception counts as its own."""
+    """The survivor may be the only holder of its shard; a second exception counts as its own failure."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)

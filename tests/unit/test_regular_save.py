@@ -261,8 +261,8 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("armed")
-def test_a_file_whose_checksum_cannot_be_noted_is_saved(tmp_path: Path) -> None:
-    """Its name has no room for a suffix; the earlier note of another file is stale."""
+def test_a_file_without_room_for_its_checksum_note_is_saved(tmp_path: Path) -> None:
+    """The file name has no room for a suffix; the earlier note of another file is stale."""
     with saves().regular(str(tmp_path), 3):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         name = f"{'n' * 248}.pt"
@@ -398,10 +398,10 @@ def test_an_older_version_on_its_way_out_is_no_save_of_this_node(
 
 
 @pytest.mark.usefixtures("_node_1")
-def test_a_disk_that_does_not_tell_whose_it_is_stops_no_job(
+def test_a_shared_folder_without_a_lease_stops_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared folder without a lease: rank 0 has renamed it, and this node's answer is lost."""
+    """Rank 0 has renamed the save in a shared folder, and the answer to this node's rename is lost."""
 
     def rename(path: Path, target: Path) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))

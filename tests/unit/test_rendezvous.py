@@ -103,8 +103,8 @@ def _node(port: int, address: str) -> Any:
     return handler
 
 
-def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
-    """Regardless of its address; torch sorts by address and would make it node 0."""
+def test_a_later_node_gets_a_number_after_the_present_nodes() -> None:
+    """Regardless of its address; torch sorts by address and would make the later node node 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = _node(store.port, "127.0.0.3"), _node(store.port, "127.0.0.4")
     assert first.next_rendezvous().rank == 0
@@ -114,7 +114,7 @@ def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
     first.shutdown()
 
 
-def test_nodes_that_begin_together_come_by_address_those_with_the_store_first() -> None:
+def test_nodes_that_start_together_are_ordered_by_address_nodes_with_the_store_first() -> None:
     apart = [dynamic_nodes.OrderedNode(f"127.0.0.{number}", 1, 0) for number in (2, 1)]
     ordered_node = dynamic_nodes.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
     decoded = pickle.loads(
@@ -140,7 +140,7 @@ def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first()
 
 
 def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only before its first rendezvous: at a restart it moves with the others."""
+    """Only before its first rendezvous: at a restart the node moves with the others."""
     monkeypatch.setattr("adaptor.launchers.rendezvous.rendezvous_handler.FIRST_S", 0.01)
     over = threading.Event()
 

@@ -47,7 +47,7 @@ def log(tmp_path: Path) -> str:
 def test_the_output_of_a_worker_is_copied(launcher: Launcher) -> None:
     script = launcher.script("import os\nos.write(1, b'to stdout\\n')\nos.write(2, b'to stderr\\n')\n")
     patient = f"from adaptor import output\noutput.DRAIN_S = {LONG_S}"
-    result = launcher.run(*ONE, "--tee", "3", script, before=patient, code=0)
+    result = launcher.run(*ONE, "--tee", "3", script, prelude=patient, code=0)
     lines = result.log.splitlines()
     assert [lines.count(f"[default0]:to {stream}") for stream in ("stdout", "stderr")] == [1, 1], result.log
 

@@ -43,7 +43,7 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "flags.parse = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
     )
-    result = launcher.run(*ONE, launcher.script("print('started')"), before=while_torch_is_imported)
+    result = launcher.run(*ONE, launcher.script("print('started')"), prelude=while_torch_is_imported)
     line = "[ttp] ended by SIGINT, before anything was started\n"
     assert (result.code, result.log) == (128 + signal.SIGINT, line)
 
@@ -287,7 +287,7 @@ run.run = shown
     "torch's summary names rank 1 alone; nothing of rank 0 stands before the verdict",
 )
 def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
-    result = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY, code=137)
+    result = launcher.run(*TWO, launcher.script(ECHO), prelude=SHOWS_TORCHS_SUMMARY, code=137)
     summary = result.log[result.log.index("Failures:") :]
     assert "<NO_OTHER_FAILURES>" in summary
     root = summary[summary.index("Root Cause (first observed failure):") :]
@@ -321,7 +321,7 @@ def poll(self):
 SubprocessContext._poll = poll
 """
     script = launcher.script("import threading\nthreading.Event().wait(1)\n")
-    launcher.run(*TWO, script, before=before, code=0)
+    launcher.run(*TWO, script, prelude=before, code=0)
 
 
 def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, list[int]]:
@@ -330,7 +330,7 @@ def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, l
         "from pathlib import Path\n"
         "Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()} ')\n" + WAIT
     )
-    pid = launcher.start(*TWO, script, before=before)
+    pid = launcher.start(*TWO, script, prelude=before)
     files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
     waiting.written(launcher.folder, lambda: all(map(says_all, files)), "the workers run")
     waiting.until(lambda: _watches(pid) == len(files), "the agent knows that they have been started")

@@ -44,7 +44,7 @@ def test_codes_beside_an_sdk(does: str, code: int, launcher: Launcher) -> None:
         "--ttp-engine",
         "mindio",
         launcher.script(does),
-        before="import sys; sys.path.insert(0, 'sdk')",
+        prelude="import sys; sys.path.insert(0, 'sdk')",
         code=code,
     )
     # What torch makes of it is not said of a job that was refused.

@@ -262,7 +262,7 @@ def test_nodes_that_are_awaited(
 ) -> None:
     port = free_port()
     options = [text.format(port=port) for text in arguments]
-    pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C)
+    pid = launcher.start(*options, launcher.script("print('started')"), prelude=HEARS_CTRL_C)
     waits = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
@@ -291,7 +291,7 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     )
     port = free_port()
     options = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(port))
-    pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C + second)
+    pid = launcher.start(*options, launcher.script("print('started')"), prelude=HEARS_CTRL_C + second)
     waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
@@ -316,7 +316,7 @@ def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) ->
     )
     where = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
     result = launcher.run(
-        *where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted, code=128 + by
+        *where, launcher.script("print('started')"), prelude=HEARS_CTRL_C + interrupted, code=128 + by
     )
     assert result.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
     assert result.log.endswith("; nothing was started\n")
@@ -466,7 +466,7 @@ def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp
     go, host = tmp_path / "go", tmp_path / "host"
     text = f"from pathlib import Path\nfrom tests import waiting\nwaiting.exist(Path({str(go)!r}))\n"
     slow = IS_SLOW_AT_THE_END.replace("HOST", str(host))
-    nodes, started = start_two(zygote, tmp_path, text, before=("", slow))
+    nodes, started = start_two(zygote, tmp_path, text, prelude=("", slow))
     host.write_text(str(started[0]))
     go.touch()
     for node, pid in zip(nodes, started, strict=True):

@@ -208,18 +208,18 @@ def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
 def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> None:
     script = launcher.script("import sys\nprint('trained')\n")
     before = "import sys; sys.path.append('others')"
-    assert "distribution" not in launcher.run(*TWO, script, before=before).log
+    assert "distribution" not in launcher.run(*TWO, script, prelude=before).log
     info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
-    result = launcher.run(*TWO, script, before=before, code=0)
+    result = launcher.run(*TWO, script, prelude=before, code=0)
     (line,) = (line for line in result.log.splitlines() if "distribution" in line)
     assert line == (
         "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
         " overwrites files of the other; uninstall both, then install the adaptor again: pip install . in the"
         " folder of its sources"
     )
-    replaced = launcher.run(*TWO, script, before=f"{before}; import adaptor; del adaptor.enable")
+    replaced = launcher.run(*TWO, script, prelude=f"{before}; import adaptor; del adaptor.enable")
     assert (replaced.code, len(replaced.log.splitlines())) == (2, 1)
     assert replaced.last_line.startswith(
         "ttprun: error: adaptor/__init__.py is not that of ttp-adaptor, the distribution adaptor 0.2.5 has"
@@ -258,7 +258,7 @@ def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> No
     script = launcher.script("import sys\nsys.exit(3)\n")
     result = launcher.run(*ONE, script, ENABLE_TTP="0")
     as_torch = "import adaptor.launchers.cli.ttprun as t, torch.distributed.run as r\nt.main = r.main"
-    torchrun = launcher.run(*ONE, script, before=as_torch)
+    torchrun = launcher.run(*ONE, script, prelude=as_torch)
     assert result.code == torchrun.code == 1
     assert result.last_line == torchrun.last_line
     assert "ChildFailedError" in result.log

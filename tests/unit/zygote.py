@@ -1,7 +1,7 @@
 """Imports torch once, then runs ttprun in a fork of itself for each line of JSON on stdin.
 
-{"argv": [...], "cwd": "...", "env": {...}, "log": "...", "before": "..."}; the answer is the pid of the fork.
-`before` is Python that the fork runs first, `log` takes its output; a line {"wait": pid} asks for its exit
+{"argv": [...], "cwd": "...", "env": {...}, "log": "...", "prelude": "..."}; the answer is the pid of a fork.
+`prelude` is Python that the fork runs first, `log` takes its output; a line {"wait": pid} asks for its exit
 status, and then for the CPU seconds of the fork and of what it has waited for.
 """
 
@@ -29,7 +29,7 @@ def run(job: dict[str, Any]) -> NoReturn:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for descriptor, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(target, descriptor)
-    exec(job["before"], {})
+    exec(job["prelude"], {})
     sys.argv = ["ttprun", *job["argv"]]
     try:
         status = entry.main()
