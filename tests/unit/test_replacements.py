@@ -1,4 +1,4 @@
-"""One worker of a node is replaced while the others live: real processes, without a controller."""
+"""Replacement of one worker of a node while the others live: real processes, without a controller."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ board.end()
 
 
 class Node:
-    """The workers of a node, and those that replace them, without what speaks to the controller."""
+    """The workers of a node and their replacements, without a connection to the controller."""
 
-    def __init__(self, folder: Path, spares: int, more: str, first: str) -> None:
+    def __init__(self, folder: Path, spares: int, extra_lines: str, first: str) -> None:
         self.folder = folder
         self.script = folder / "script.py"
-        self.script.write_text(f"{first}\n" + SCRIPT.replace("{more}", more))
+        self.script.write_text(f"{first}\n" + SCRIPT.replace("{more}", extra_lines))
         self.log = (folder / "log").open("ab")
         self.heard: list[FromAgent] = []
         self.news = asyncio.Event()
@@ -128,18 +128,18 @@ class Node:
         self.news.set()
 
     async def told(self, kind: type, count: int = 1) -> list[Any]:
-        """Return the messages of this kind, once there are so many."""
+        """Return the messages of this kind, once at least `count` have come."""
         async with deadline(LONG_S):
-            while len(found := [message for message in self.heard if isinstance(message, kind)]) < count:
+            while len(messages := [message for message in self.heard if isinstance(message, kind)]) < count:
                 self.news.clear()
                 await self.news.wait()
-        return found
+        return messages
 
-    async def until(self, done: Callable[[], Any], what: str) -> None:
-        await asyncio.to_thread(waiting.until, done, what)
+    async def until(self, condition: Callable[[], Any], description: str) -> None:
+        await asyncio.to_thread(waiting.until, condition, description)
 
     async def start_workers(self, *ranks: int) -> None:
-        """Start them, and watch them; nothing is heard of them before the loop turns."""
+        """Start and watch the workers; no message of a worker arrives before the loop runs."""
         await self.workers.serve()
         boards = self.workers.begin(ranks)
         os.environ.update({BOARD: boards.path, BOARD_RANKS: boards.slots, AGENT: self.workers.address})
@@ -153,7 +153,7 @@ class Node:
         await self.told(Layout, len(ranks))
 
     async def has_run(self, rank: int) -> str:
-        """Return what the newest process of `rank` has noted at the end of its script."""
+        """Return the note that the newest process of `rank` writes at the end of its script."""
         note = self.folder / f"{rank}-{self.processes[rank].pid}.done"
         await self.until(note.exists, "the script has come to its end")
         return note.read_text()
@@ -164,14 +164,14 @@ class Node:
         return self.spares[-1]
 
     async def makes_a_spare(self) -> Spare:
-        """Return a spare that has imported what a worker has imported."""
+        """Return a spare that has imported the modules of a worker."""
         look(self)
         (modules,) = await self.told(Modules)
         self.replacements.hear(modules)
         return await self.waits()
 
     async def begin_with_a_spare(self) -> Spare:
-        """Start the worker of rank 0; return a spare that has imported what the worker has imported."""
+        """Start the worker of rank 0; return a spare that has imported the modules of the worker."""
         await self.begin(0)
         await self.has_run(0)
         return await self.makes_a_spare()
@@ -241,9 +241,11 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, spares: int = 0, more: str = "", first: str = "") -> AsyncIterator[Node]:
-    """A node, which is closed at the end; `first`, `more`: lines of the script of its workers."""
-    node = Node(folder, spares, more, first)
+async def running(
+    folder: Path, spares: int = 0, extra_lines: str = "", first: str = ""
+) -> AsyncIterator[Node]:
+    """Yield a node, closed at the end; `first`, `extra_lines`: lines of the script of its workers."""
+    node = Node(folder, spares, extra_lines, first)
     try:
         yield node
     finally:
@@ -291,14 +293,14 @@ async def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
         await node.replacements.replace(Replace(1, 1, 0), always)
         (hello,) = await node.told(Hello)
         assert hello.pid == node.processes[0].pid != old.pid
-        told = [type(message) for message in node.heard]
-        assert told.index(Died) < told.index(Hello)
+        message_types = [type(message) for message in node.heard]
+        assert message_types.index(Died) < message_types.index(Hello)
 
 
 async def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each incident of a generation, those of that incident."""
+    """Each incident of a generation writes its own stacks."""
     monkeypatch.setattr(processes, "find_py_spy", lambda: None)
 
     async def hang(node: Node, incident: int) -> Path:
@@ -325,19 +327,19 @@ async def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_p
     """The process of before takes so long to end that the controller has begun another attempt."""
     async with running(tmp_path) as node:
         await node.begin(0)
-        before = node.processes[0].pid
+        old_pid = node.processes[0].pid
         orders = (Replace(7, 1, 0), Replace(8, 2, 0))
         await asyncio.gather(*(node.replacements.replace(order, always) for order in orders))
         assert node.started == 1
         assert await node.has_run(0) == "8"  # TTP_NEWCOMER
         new = node.processes[0]
         new.kill()
-        assert [died.board.pid for died in await node.told(Died, 2)] == [before, new.pid]
+        assert [died.board.pid for died in await node.told(Died, 2)] == [old_pid, new.pid]
 
 
 @contextlib.contextmanager
 def is_given_orphans() -> Iterator[None]:
-    """Let the kernel hand orphans to this process, as to the first one of a container."""
+    """Let the kernel hand orphans to this process, as to the first process of a container."""
     set_subreaper, prctl = 36, ctypes.CDLL(None).prctl
     prctl(set_subreaper, 1, 0, 0, 0)
     try:
@@ -349,9 +351,9 @@ def is_given_orphans() -> Iterator[None]:
 @pytest.mark.robustness(
     "B7", "ttprun is process 1 of a container, and a worker with children dies", "no zombie is left"
 )
-async def test_what_a_dead_worker_has_started_is_no_zombie(tmp_path: Path) -> None:
+async def test_children_of_a_dead_worker_become_no_zombies(tmp_path: Path) -> None:
     with is_given_orphans():
-        async with running(tmp_path, more=CHILD) as node:
+        async with running(tmp_path, extra_lines=CHILD) as node:
             await node.begin(0)
             await node.has_run(0)
             old = node.processes[0]
@@ -363,8 +365,8 @@ async def test_what_a_dead_worker_has_started_is_no_zombie(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("hello", ["is heard", "is not heard"])
-async def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: Path, hello: str) -> None:
-    """The loop stands still until it has ended, and learns of all at once."""
+async def test_the_last_messages_of_a_process_arrive_before_its_death(tmp_path: Path, hello: str) -> None:
+    """The loop stands still until the process has ended, and then gets all messages at once."""
     os.mkfifo(tmp_path / "go")
     go = os.open(tmp_path / "go", os.O_RDWR)
     async with running(tmp_path) as node:
@@ -385,8 +387,8 @@ async def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: P
     os.close(go)
 
 
-async def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
-    async with running(tmp_path, more=CHILD) as node:
+async def test_children_of_a_dead_worker_end_before_the_new_process_starts(tmp_path: Path) -> None:
+    async with running(tmp_path, extra_lines=CHILD) as node:
         await node.begin(0)
         await node.has_run(0)
         old = node.processes[0]
@@ -435,8 +437,8 @@ async def test_a_spare_that_cannot_be_started_ends_nothing(
         await node.begin(0)
         node.broken = True
         node.replacements.hear(Modules(0, (), {}, {}, {}))
-        said = "[ttp] no spare process waits on this node"
-        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        line = "[ttp] no spare process waits on this node"
+        await node.until(lambda: line in capsys.readouterr().err, "it is said")
         node.replacements.end_incident()
         assert (node.workers.alive, node.spares) == ({0}, [])
 
@@ -444,15 +446,15 @@ async def test_a_spare_that_cannot_be_started_ends_nothing(
 async def test_one_spare_waits_and_a_second_cannot_be_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one is used; where there is room again, another one comes."""
+    """The waiting spare is used; when a process can be started again, another spare comes."""
     async with running(tmp_path, spares=2) as node:
         await node.begin(0)
         await node.has_run(0)
         node.room = 1
         look(node)
         node.replacements.hear((await node.told(Modules))[0])
-        said = "[ttp] only 1 of 2 spare processes wait on this node: no more can be started (Resource"
-        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        line = "[ttp] only 1 of 2 spare processes wait on this node: no more can be started (Resource"
+        await node.until(lambda: line in capsys.readouterr().err, "it is said")
         spare = await node.waits()
         node.processes[0].kill()
         await node.told(Died)
@@ -476,7 +478,7 @@ async def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_p
 
 
 async def test_a_node_that_has_not_started_its_workers_yet_says_so(tmp_path: Path) -> None:
-    """A spare node, whose agent the controller knows before its first workers are there."""
+    """A spare node, which the controller knows before the node's first workers exist."""
     async with running(tmp_path) as node:
         failed = await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert failed == RegroupFailed(0, 1, 2, "the workers of its node have not been started yet")
@@ -498,7 +500,7 @@ def look(node: Node) -> None:
 
 
 async def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
-    """It has imported what the worker had, and it is what a cold process would be."""
+    """The spare has imported the modules of the worker, and otherwise equals a cold process."""
     state = (
         "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
         " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
@@ -515,7 +517,7 @@ async def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         "import tests.unit.trainee as last\n"
         "KNOWN = [file in inspect.modulesbyfile for file in (last.__file__, __file__)]"
     )
-    async with running(tmp_path, spares=1, more=state, first=first) as node:
+    async with running(tmp_path, spares=1, extra_lines=state, first=first) as node:
         await node.begin(0, 1)
         await node.has_run(0)
         look(node)
@@ -561,7 +563,7 @@ async def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> 
         "import numpy, os\nVALUE = os.environ.get('MASTER_ADDR')\nos.environ['BY_IMPORT'] = VALUE or ''\n"
     )
     first = "import sys; EARLY = set(sys.modules); import own"
-    async with running(tmp_path, spares=1, more=state, first=first) as node:
+    async with running(tmp_path, spares=1, extra_lines=state, first=first) as node:
         await node.begin(0, 1)
         await node.has_run(0)
         spare = await node.makes_a_spare()
@@ -591,25 +593,25 @@ async def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> 
             ]
             for drawn in ("python", "numpy"):
                 assert warm[0].pop(drawn) != warm[1].pop(drawn)
-            for rank, found in enumerate(warm):
-                assert found.pop("early")
-                assert found.pop("environment") == {
+            for rank, state_of_rank in enumerate(warm):
+                assert state_of_rank.pop("early")
+                assert state_of_rank.pop("environment") == {
                     **cold["environment"],
                     "MASTER_PORT": str(generation),
                     "RANK": str(rank),
                     BOARD: boards.path,
                     BOARD_RANKS: boards.slots,
                 }
-                assert not found.pop("input").startswith("socket:")
-                assert found == {name: cold[name] for name in found}
+                assert not state_of_rank.pop("input").startswith("socket:")
+                assert state_of_rank == {name: cold[name] for name in state_of_rank}
             assert node.spares == [spare]
             assert spare.process.poll() is None
         assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
-async def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path) -> None:
-    """The spare itself was started with /dev/null, for which Python keeps lines back."""
-    async with running(tmp_path, spares=1, more="print('a line')") as node:
+async def test_output_of_a_former_spare_appears_at_once_on_a_terminal(tmp_path: Path) -> None:
+    """The spare itself was started with /dev/null, for which Python buffers lines."""
+    async with running(tmp_path, spares=1, extra_lines="print('a line')") as node:
         await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.told(Died)
@@ -626,7 +628,7 @@ async def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    ("module_code", "reason"),
     [
         (
             "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
@@ -642,9 +644,9 @@ async def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path
     ],
 )
 async def test_a_spare_that_is_not_to_be_forked_says_why(
-    tmp_path: Path, more: str, reason: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, module_code: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own.py").write_text(f"{more}\n")
+    (tmp_path / "own.py").write_text(f"{module_code}\n")
     async with running(tmp_path, spares=1, first="import own") as node:
         spare = await node.begin_with_a_spare()
         assert reason in spare.no_forks
@@ -670,8 +672,8 @@ async def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
 ) -> None:
     monkeypatch.setattr(spare_pool, "STANDSTILL_S", 0.2)
     hang = tmp_path / "hang"
-    own = f"import os, threading\nif os.path.exists({str(hang)!r}): threading.Event().wait()\n"
-    (tmp_path / "own.py").write_text(own)
+    module_code = f"import os, threading\nif os.path.exists({str(hang)!r}): threading.Event().wait()\n"
+    (tmp_path / "own.py").write_text(module_code)
     async with running(tmp_path, spares=1, first="import own") as node:
         await node.begin(0)
         await node.has_run(0)
@@ -689,8 +691,8 @@ async def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
 async def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) -> None:
     """On a machine with other work its imports would take minutes."""
     hang = tmp_path / "hang"
-    own = f"import os, time\nwhile os.path.exists({str(hang)!r}): time.sleep(0.1)\n"
-    (tmp_path / "own.py").write_text(own)
+    module_code = f"import os, time\nwhile os.path.exists({str(hang)!r}): time.sleep(0.1)\n"
+    (tmp_path / "own.py").write_text(module_code)
     async with running(tmp_path, spares=1, first="import own") as node:
         await node.begin(0)
         await node.has_run(0)
@@ -776,12 +778,12 @@ async def test_a_stopped_spare_neither_takes_a_place_nor_forks(tmp_path: Path) -
         assert await node.has_run(0) == "1"
         assert node.processes[0] is not stopped.process
         await node.until(lambda: len(node.spares) == 2, "another one is made")
-        again = await node.waits()
-        os.kill(again.process.pid, signal.SIGSTOP)
-        await node.until(lambda: state_of(again.process.pid) == "T", "the spare is stopped")
+        next_spare = await node.waits()
+        os.kill(next_spare.process.pid, signal.SIGSTOP)
+        await node.until(lambda: state_of(next_spare.process.pid) == "T", "the spare is stopped")
         await node.replacements.end(is_last=False)
         assert await node.replacements.spares.spare_to_fork() is None
-        assert again.process.poll() is not None
+        assert next_spare.process.poll() is not None
 
 
 async def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) -> None:
@@ -798,7 +800,7 @@ async def test_a_spare_imports_modules_that_import_each_other(tmp_path: Path) ->
         path.write_text(f"{text}\n")
     await a_spare_takes_the_place(
         tmp_path,
-        more="import sys; early = 'lib.engine' in sys.modules; import lib.engine;"
+        extra_lines="import sys; early = 'lib.engine' in sys.modules; import lib.engine;"
         " assert early == ('TTP_NEWCOMER' in os.environ)",
     )
 
@@ -816,8 +818,10 @@ async def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) 
 async def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that calls `protection.run_steps` sends a layout before it knows that, and another one after.
-    While restarts are left, a spare is for these.
+    """A loop that calls `protection.run_steps` sends a layout before `run_steps` begins, and another
+    afterwards.
+
+    Spares stay as long as restarts are left.
     """
     async with running(tmp_path, spares=1) as node:
         await node.begin(0)
@@ -877,17 +881,19 @@ async def test_a_spare_that_ends_is_made_again_a_few_times(
         for count in range(1, MOST_DEATHS + 1):
             await node.until(lambda count=count: len(node.spares) == count, "another one is made")
             (await node.waits()).process.kill()
-        said = f"no spare process waits on this node: {MOST_DEATHS} have ended, the last one was ended by SIG"
-        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        line = f"no spare process waits on this node: {MOST_DEATHS} have ended, the last one was ended by SIG"
+        await node.until(lambda: line in capsys.readouterr().err, "it is said")
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert await node.has_run(0) == "1"
         assert len(node.spares) == MOST_DEATHS
 
 
-async def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
-    """`more` of the script raises no error in it."""
-    async with running(tmp_path, spares=1, more=more) as node:
+async def a_spare_takes_the_place(tmp_path: Path, *, extra_lines: str) -> None:
+    """Assert that a spare takes the place of a worker and runs `extra_lines` of the script without an
+    error.
+    """
+    async with running(tmp_path, spares=1, extra_lines=extra_lines) as node:
         spare = await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
@@ -896,18 +902,20 @@ async def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
 
 
 async def a_spare_imports_a_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, *, without: str, why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra_lines: str, *, without: str, reason: str
 ) -> None:
-    """A spare imports `colorsys`, and no module from `without` on, for the reason `why`.
+    """A spare imports `colorsys`, and no module from `without` on, for the reason `reason`.
 
-    The script, which does `more`, imports the others when the spare is a worker.
+    The script runs `extra_lines` and imports the other modules when the spare is a worker.
     """
     imports = (
         "import sys; EARLY = set(sys.modules); import colorsys; {more}; "
         "assert ('colorsys' in EARLY, '{without}' in EARLY) == ('TTP_NEWCOMER' in os.environ, False)"
     )
-    await a_spare_takes_the_place(tmp_path, more=imports.format(more=more, without=without))
-    line = f"[ttp] spare processes import no module from {without} on, so a replacement takes longer: {why}"
+    await a_spare_takes_the_place(tmp_path, extra_lines=imports.format(more=extra_lines, without=without))
+    line = (
+        f"[ttp] spare processes import no module from {without} on, so a replacement takes longer: {reason}"
+    )
     assert line in capsys.readouterr().err
 
 
@@ -919,7 +927,7 @@ async def test_a_spare_imports_no_module_that_reads_the_rank(
     await a_spare_imports_a_part(
         *(tmp_path, capsys, "import of_a_rank; assert of_a_rank.DEVICE == 0"),
         without="of_a_rank",
-        why="of_a_rank reads RANK while it is imported; to avoid this, read it in a function",
+        reason="of_a_rank reads RANK while it is imported; to avoid this, read it in a function",
     )
 
 
@@ -927,7 +935,7 @@ MODE = "import os\nMODE = os.environ.get('MODE')\n"
 
 
 @pytest.mark.parametrize(
-    ("more", "without", "why"),
+    ("extra_lines", "without", "reason"),
     [
         (
             "os.environ['MODE'] = 'exact'; import mode; assert mode.MODE == 'exact'",
@@ -948,17 +956,17 @@ MODE = "import os\nMODE = os.environ.get('MODE')\n"
     ids=["a module reads it", "one before the change, too", "a library"],
 )
 async def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
-    more: str, without: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    extra_lines: str, without: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would have another mode than in a worker, where the script sets the variable before."""
+    """The module would read another value than in a worker, where the script sets the variable first."""
     (tmp_path / "early.py").write_text(MODE)
     (tmp_path / "mode.py").write_text(MODE)
     remedy = ", and the script sets it before; to avoid this, set it in the environment of ttprun"
-    await a_spare_imports_a_part(tmp_path, capsys, more, without=without, why=why + remedy)
+    await a_spare_imports_a_part(tmp_path, capsys, extra_lines, without=without, reason=reason + remedy)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "extra_lines",
     [
         "import sets, mode; assert mode.MODE == 'exact'",
         "import mode; os.environ['OTHER_MODE'] = 'exact'",
@@ -973,17 +981,17 @@ async def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
     ],
 )
 async def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(
-    more: str, tmp_path: Path
+    extra_lines: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sets.py").write_text("import os\nos.environ.setdefault('MODE', 'exact')\n")
     (tmp_path / "mode.py").write_text(MODE)
     (tmp_path / "later.py").touch()
 
-    await a_spare_takes_the_place(tmp_path, more=more)
+    await a_spare_takes_the_place(tmp_path, extra_lines=extra_lines)
 
 
 async def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spares_fit(tmp_path: Path) -> None:
-    """As torch 2.7 does when it is imported; the folder is gone when its process has ended."""
+    """torch 2.7 makes such a module at import; its folder is removed when its process ends."""
     (tmp_path / "makes.py").write_text(
         "import pathlib, shutil, sys, tempfile\n"
         "folder = tempfile.mkdtemp(dir=pathlib.Path(__file__).parent)\n"
@@ -993,11 +1001,11 @@ async def test_a_module_that_torch_makes_in_a_folder_of_the_process_leaves_spare
         "shutil.rmtree(folder)\n"
     )
     (tmp_path / "later.py").touch()
-    more = (
+    extra_lines = (
         "import sys; early = 'later' in sys.modules; import makes, later;"
         " assert early == ('TTP_NEWCOMER' in os.environ)"
     )
-    await a_spare_takes_the_place(tmp_path, more=more)
+    await a_spare_takes_the_place(tmp_path, extra_lines=extra_lines)
 
 
 HERE = "def function(): pass\n"
@@ -1007,7 +1015,7 @@ THERE = "from here import function\n"
 async def test_a_spare_imports_no_module_with_a_function_that_the_script_has_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A spare that had imported it before the script ran would have the original."""
+    """A spare that had imported the module before the script ran would have the original function."""
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
@@ -1018,18 +1026,20 @@ async def test_a_spare_imports_no_module_with_a_function_that_the_script_has_rep
             "import here; here.function = print; import there; assert there.function is print",
         ),
         without="there",
-        why="there.function is another one in a worker, where the script changes it before the import of"
+        reason="there.function is another one in a worker, where the script changes it before the import of"
         " there; to avoid this, make the change in a module that it imports",
     )
 
 
 async def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
-    """They are a module that the script imports, and so does a spare, before the modules that are changed."""
+    """A module that the script imports makes the changes; a spare imports it before the changed modules."""
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
     (tmp_path / "changes.py").write_text("import here\nhere.function = print\n")
 
-    await a_spare_takes_the_place(tmp_path, more="import changes, there; assert there.function is print")
+    await a_spare_takes_the_place(
+        tmp_path, extra_lines="import changes, there; assert there.function is print"
+    )
 
 
 async def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(tmp_path: Path) -> None:
@@ -1037,7 +1047,7 @@ async def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(t
     (tmp_path / "there.py").write_text(THERE)
 
     change = "import there; assert there.function.__module__ == 'here'; there.function = print"
-    await a_spare_takes_the_place(tmp_path, more=change)
+    await a_spare_takes_the_place(tmp_path, extra_lines=change)
 
 
 async def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
@@ -1050,17 +1060,17 @@ async def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> N
 
 
 async def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path) -> None:
-    """The script's path was another one when it was imported; in a spare the first one would be found."""
+    """The script's path was another one at the import; a spare would import the first module of that name."""
     for folder in ("first", "second"):
         (tmp_path / folder / "twofold").mkdir(parents=True)
         (tmp_path / folder / "twofold/__init__.py").touch()
     (tmp_path / "second/twofold/inner.py").touch()
-    more = (
+    extra_lines = (
         "import sys; early = 'twofold' in sys.modules; sys.path.append(sys.argv[1] + '/second');"
         " import twofold.inner; sys.path.insert(0, sys.argv[1] + '/first');"
         " note.with_suffix('.early').write_text(f'{early} {twofold.__file__}')"
     )
-    async with running(tmp_path, spares=1, more=more) as node:
+    async with running(tmp_path, spares=1, extra_lines=extra_lines) as node:
         spare = await node.begin_with_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)

@@ -1,4 +1,4 @@
-"""A job with TTP_RESHAPE transforms the checkpoint that it is about to load; no crash loses anything."""
+"""A job with TTP_RESHAPE transforms the checkpoint before the load; no crash loses a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIRST = (0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
-def wanted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def wanted_setting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("TTP_RESHAPE", "auto")
     context.forget()
     return monkeypatch
@@ -52,10 +52,12 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(pristine: Path) -> dict[str, bytes]:
-    """The contents of that checkpoint with one tensor rank, as the command makes it."""
-    made = pristine.parent / "made"
-    assert main(["transform", str(pristine), str(made), "--tp", "1", "--dp", "1", "--workers", "1"]) == 0
-    return contents(made)
+    """Return the files of the pristine checkpoint for one tensor rank, as the command writes them."""
+    transformed = pristine.parent / "made"
+    assert (
+        main(["transform", str(pristine), str(transformed), "--tp", "1", "--dp", "1", "--workers", "1"]) == 0
+    )
+    return contents(transformed)
 
 
 @pytest.fixture
@@ -64,29 +66,29 @@ def save(pristine: Path, tmp_path: Path) -> Path:
 
 
 def assert_whole(save: Path, pristine: Path, expected: dict[str, bytes]) -> None:
-    """The checkpoint is the one that the command makes, and its source is there."""
+    """Assert that the checkpoint equals the output of the command, and that its source is kept."""
     assert manifest.defects(save / FOLDER) == []
     assert contents(save) == expected
     assert tracker.tracked_step(save) == STEP
-    kept, whole = save / KEPT, pristine / FOLDER
-    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
-    assert all((kept / file).read_bytes() == (whole / file).read_bytes() for file in files)
+    kept, source = save / KEPT, pristine / FOLDER
+    files = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    assert all((kept / file).read_bytes() == (source / file).read_bytes() for file in files)
     assert [name for name in tracker.entry_names(save) if naming.is_reshape(name)] == []
 
 
 def test_a_checkpoint_of_these_sizes_stays_as_it_is(save: Path) -> None:
-    before = sorted(save.rglob("*"))
-    left = save / naming.reshape_name(STEP - 1)
-    left.mkdir()
+    files_before = sorted(save.rglob("*"))
+    left_over = save / naming.reshape_name(STEP - 1)
+    left_over.mkdir()
     reshape.bring_to_sizes(job_arguments(save, tp=2, dp=4), FIRST)
-    assert sorted(save.rglob("*")) == before
+    assert sorted(save.rglob("*")) == files_before
 
 
-def test_other_loops_are_refused(wanted: pytest.MonkeyPatch) -> None:
+def test_other_loops_are_refused(wanted_setting: pytest.MonkeyPatch) -> None:
     """ModelLink and a loop of a user load by other functions."""
     with pytest.raises(UnsupportedError, match=r"^TTP_RESHAPE is set: "):
         context.part(reshape_sizes.ReshapeHooks).require_other_loop(2)
-    wanted.setenv("TTP_RESHAPE", "no")
+    wanted_setting.setenv("TTP_RESHAPE", "no")
     context.forget()
     context.part(reshape_sizes.ReshapeHooks).require_other_loop(2)
 
@@ -98,7 +100,7 @@ def test_other_loops_are_refused(wanted: pytest.MonkeyPatch) -> None:
 def test_without_the_setting_other_sizes_are_refused(
     sizes: dict[str, int], refused: bool, save: Path, tmp_path: Path
 ) -> None:
-    """In one line that says what would be right; what is of another job is for the framework."""
+    """The line names sizes that fit; a checkpoint of another job is left to the framework."""
     if refused:
         line = "^step 7 in .*/save has TP2 PP1, and the job has TP.*: give --ttp-reshape auto, .* start with "
         with pytest.raises(ResumeError, match=f"{line}--tensor-model-parallel-size 2 --pipeline-model-"):
@@ -111,7 +113,7 @@ def test_without_the_setting_other_sizes_are_refused(
 def test_without_the_setting_sharded_optimizer_state_of_other_sizes_is_refused(
     pristine: Path, tmp_path: Path
 ) -> None:
-    """Unless the framework loads it in any sizes, or would not load it."""
+    """Unless the framework loads the state in any sizes, or would not load the state."""
     save = tmp_path / "save"
     sizes = ("--tp", "2", "--workers", "1")
     assert main(["transform", str(pristine), str(save), *sizes, "--format", "torch_dist"]) == 0
@@ -148,61 +150,61 @@ def test_after_any_crash_the_next_start_goes_on(
     exchanges: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the file system exchanges two names, the final name is always that of a whole checkpoint."""
+    """If the file system can exchange two names, the final name is always that of a whole checkpoint."""
     exchange = disk.exchange
 
-    def watched(one: Path, other: Path) -> bool:
+    def watched(left: Path, right: Path) -> bool:
         CLOCK.tick("renameat2")
-        return exchanges and exchange(one, other)
+        return exchanges and exchange(left, right)
 
     monkeypatch.setattr(disk, "exchange", watched)
     between = 0
     for call in itertools.count(1):
-        here = Path(shutil.copytree(pristine, tmp_path / str(call)))
+        root = Path(shutil.copytree(pristine, tmp_path / str(call)))
         try:
             with crash_before(call) as clock:
-                reshape.bring_to_sizes(job_arguments(here), FIRST)
+                reshape.bring_to_sizes(job_arguments(root), FIRST)
             break
         except Crash:
             pass
-        between += not (here / FOLDER).exists()
-        left_overs.clean(here)  # as every start does
+        between += not (root / FOLDER).exists()
+        left_overs.clean(root)  # as every start does
         # Whoever loads now finds one of the two, whole.
-        assert manifest.defects(here / FOLDER) == []
-        reshape.bring_to_sizes(job_arguments(here), FIRST)
-        assert_whole(here, pristine, expected)
-        shutil.rmtree(here)
+        assert manifest.defects(root / FOLDER) == []
+        reshape.bring_to_sizes(job_arguments(root), FIRST)
+        assert_whole(root, pristine, expected)
+        shutil.rmtree(root)
     assert clock.calls.count("renameat2") == 1
     assert between == (0 if exchanges else 1), "moments at which nothing has the name"
 
 
 def test_a_crash_in_the_middle_of_an_exchange_of_a_step_that_the_user_chose(save: Path) -> None:
     """The tracker names another step, and the next start takes up something else: nothing is lost."""
-    made = save / naming.reshape_name(STEP) / FOLDER
-    shutil.copytree(save / FOLDER, made)
-    whole = sorted((save / FOLDER).rglob("*"))
+    reshaped = save / naming.reshape_name(STEP) / FOLDER
+    shutil.copytree(save / FOLDER, reshaped)
+    source_files = sorted((save / FOLDER).rglob("*"))
     (save / FOLDER / "which").write_text("the one that it was made from")
     (save / naming.TRACKER).write_text(str(STEP + 1))
-    beside = made.with_name(f"{FOLDER}.{made.stat().st_ino}")
-    made.rename(beside)
-    if not disk.exchange(beside, save / FOLDER):
+    renamed = reshaped.with_name(f"{FOLDER}.{reshaped.stat().st_ino}")
+    reshaped.rename(renamed)
+    if not disk.exchange(renamed, save / FOLDER):
         pytest.skip("this file system does not exchange names")
     left_overs.clean(save)
     assert (save / KEPT / "which").exists()
-    assert sorted((save / FOLDER).rglob("*")) == whole
+    assert sorted((save / FOLDER).rglob("*")) == source_files
     assert manifest.defects(save / FOLDER) == manifest.defects(save / KEPT) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("sizes", "message"),
     [
         ({"tp": 5}, "TTP_RESHAPE: .* heads"),
         ({"pp": 3}, "TTP_RESHAPE: --pp 3: 4 layers are not divisible by 3"),
     ],
 )
-def test_what_does_not_divide(given: dict[str, int], words: str, save: Path) -> None:
-    with pytest.raises(ResumeError, match=words):
-        reshape.bring_to_sizes(job_arguments(save, **given), FIRST)
+def test_sizes_that_do_not_divide(sizes: dict[str, int], message: str, save: Path) -> None:
+    with pytest.raises(ResumeError, match=message):
+        reshape.bring_to_sizes(job_arguments(save, **sizes), FIRST)
     assert str(sizes_at(save, STEP)) == "TP2 PP1"
 
 
@@ -217,8 +219,8 @@ def test_a_folder_that_is_only_loaded_from_is_not_touched(pristine: Path, tmp_pa
     reshape.bring_to_sizes(job_arguments(tmp_path, foreign), FIRST)
 
 
-def test_a_disk_that_is_too_small(save: Path, wanted: pytest.MonkeyPatch) -> None:
-    wanted.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
+def test_a_disk_that_is_too_small(save: Path, wanted_setting: pytest.MonkeyPatch) -> None:
+    wanted_setting.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
     with pytest.raises(ResumeError, match=r"TTP_RESHAPE: .*: 0\.000 GB are free, the transform needs 0\.00"):
         reshape.bring_to_sizes(job_arguments(save), FIRST)
     assert manifest.defects(save / FOLDER) == []
@@ -237,37 +239,39 @@ def _ranks(tmp_path: Path, save: Path, size: int, *dies: str) -> list[tuple[int,
         )
         for rank in range(size)
     ]
-    said = [process.communicate(timeout=120)[0] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, outputs, strict=True)]
 
 
-def test_what_an_interrupted_start_has_written_is_kept(save: Path, pristine: Path, tmp_path: Path) -> None:
-    """Rank 2 of 3 is killed; of the next start it alone writes its files."""
+def test_files_of_an_interrupted_start_are_kept(save: Path, pristine: Path, tmp_path: Path) -> None:
+    """Rank 2 of 3 is killed; only this rank writes files in the next start."""
     folder = run.temporary_folder(Path(naming.reshape_name(STEP)), STEP)
     (code, _), *_ = reversed(_ranks(tmp_path, save, 3, "2", f"{folder}/mp_rank_00.done.json"))
     assert code == -9
     assert manifest.defects(save / FOLDER) == []
     assert str(sizes_at(save, STEP)) == "TP2 PP1"
     files = [save / folder / "mp_rank_00" / name for name in (naming.MODEL_FILE, naming.OPTIMIZER_FILE)]
-    before = [path.stat().st_ino for path in files]
+    inodes_before = [path.stat().st_ino for path in files]
     left_overs.clean(save)
     assert [code for code, _ in _ranks(tmp_path, save, 3)] == [0, 0, 0]
-    assert [(save / FOLDER / "mp_rank_00" / path.name).stat().st_ino for path in files] == before
-    made = tmp_path / "made"
-    assert main(["transform", str(pristine), str(made), "--tp", "3", "--dp", "1"]) == 0
-    assert_whole(save, pristine, contents(made))
+    assert [(save / FOLDER / "mp_rank_00" / path.name).stat().st_ino for path in files] == inodes_before
+    transformed = tmp_path / "made"
+    assert main(["transform", str(pristine), str(transformed), "--tp", "3", "--dp", "1"]) == 0
+    assert_whole(save, pristine, contents(transformed))
 
 
 def test_all_ranks_are_refused_alike(save: Path, tmp_path: Path) -> None:
-    """Main params are not the weights: a rank that reads them says so, and all others the same."""
+    """Main params differ from the weights: a rank that reads them reports the error, and all ranks raise
+    it.
+    """
     for folder in ("mp_rank_00", "mp_rank_01"):
         small_checkpoint.change(save / FOLDER / folder / naming.OPTIMIZER_FILE, _spoil)
-    ended = _ranks(tmp_path, save, 3)
-    refusals = {line for _, text in ended for line in text.splitlines() if line.startswith("refused: ")}
+    results = _ranks(tmp_path, save, 3)
+    refusals = {line for _, text in results for line in text.splitlines() if line.startswith("refused: ")}
     (line,) = refusals
     assert "the main params of the optimizer do not round to the weights" in line
     assert "refused: TTP_RESHAPE: rank " in line
-    assert [text.count("refused: ") for _, text in ended] == [1, 1, 1]
+    assert [text.count("refused: ") for _, text in results] == [1, 1, 1]
     assert str(sizes_at(save, STEP)) == "TP2 PP1"
 
 

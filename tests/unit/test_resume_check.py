@@ -74,7 +74,7 @@ def add(root: Path, step: int) -> None:
 
 
 def add_of_framework(root: Path, step: int, *, cut: bool = False) -> None:
-    """What the framework has written without the adaptor."""
+    """Add a checkpoint that the framework has written without the adaptor."""
     path = root / naming.final_name(step) / FILES[1]
     path.parent.mkdir(parents=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -84,7 +84,7 @@ def add_of_framework(root: Path, step: int, *, cut: bool = False) -> None:
 
 
 def resume(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
-    """What is said."""
+    """Return the output of the check."""
     stream = io.StringIO()
     with contextlib.redirect_stdout(stream):
         resume_check.require_intact(root, save or root, chosen)
@@ -100,25 +100,25 @@ def folder(step: int) -> str:
     return naming.final_name(step)
 
 
-def assert_went_back(root: Path, before: dict[str, bytes], said: str, *words: str) -> None:
-    """Step 20 is aside as it was, step 10 is untouched and named; one line says so."""
+def assert_went_back(root: Path, content_before: dict[str, bytes], printed: str, *fragments: str) -> None:
+    """Assert that step 20 is set aside unchanged, that step 10 is used, and that one line reports both."""
     content_after = content(root)
     assert content_after.pop(naming.TRACKER) == b"10"
     assert content_after == {
         name.replace(f"{folder(NEWER)}/", f"{naming.aside_name(NEWER, 1)}/"): value
-        for name, value in before.items()
+        for name, value in content_before.items()
         if name != naming.TRACKER
     }
-    (line,) = said.splitlines()
+    (line,) = printed.splitlines()
     assert line.startswith("[ttp] ")
     assert line.endswith(
         f"kept in {naming.aside_name(NEWER, 1)}; the newest intact checkpoint is step {OLDER}"
     )
-    for word in words:
+    for word in fragments:
         assert word in line
 
 
-def test_what_is_intact_is_left_as_it_is(root: Path) -> None:
+def test_an_intact_checkpoint_is_left_unchanged(root: Path) -> None:
     content_before = content(root)
     assert resume(root) == ""
     assert content(root) == content_before
@@ -130,7 +130,7 @@ def test_what_is_intact_is_left_as_it_is(root: Path) -> None:
 )
 @example(place=(naming.MANIFEST, 0), change=1)
 def test_any_changed_byte(pristine: Path, place: tuple[str, int], change: int) -> None:
-    """Of the manifest what a resume relies on: other words in it may change."""
+    """Changes of the manifest count only in the fields that a resume relies on."""
     name, offset = place
     with contextlib.ExitStack() as stack:
         root = pristine.with_name("changed")
@@ -141,11 +141,13 @@ def test_any_changed_byte(pristine: Path, place: tuple[str, int], change: int) -
         text[offset % len(text)] ^= change
         path.write_bytes(text)
         content_before = content(root)
-        said = resume(root)
-        if said or name != naming.MANIFEST:
-            assert_went_back(root, content_before, said, f"{folder(NEWER)}/")
+        printed = resume(root)
+        if printed or name != naming.MANIFEST:
+            assert_went_back(root, content_before, printed, f"{folder(NEWER)}/")
             return
-        true, changed = (manifest.read(where / folder(NEWER)) for where in (pristine, root))
+        true, changed = (
+            manifest.read(checkpoint_root / folder(NEWER)) for checkpoint_root in (pristine, root)
+        )
         assert (changed.step, changed.files) == (true.step, true.files)
         assert content(root) == content_before
 
@@ -177,7 +179,7 @@ def _manifest_of_another_step(root: Path) -> str:
 
 
 def _manifest_without_a_file(root: Path) -> str:
-    """Of two entries one has got the name of the other."""
+    """Replace the name in one of two entries by that of the other."""
     path = root / folder(NEWER) / naming.MANIFEST
     path.write_text(path.read_text().replace(FILES[1], FILES[2]))
     return f"{naming.MANIFEST}: is not a manifest"
@@ -211,13 +213,13 @@ def _two_files(root: Path) -> str:
     ],
 )
 def test_every_other_damage(root: Path, damage: Callable[[Path], str]) -> None:
-    words = damage(root)
+    fragment = damage(root)
     content_before = content(root)
-    assert_went_back(root, content_before, resume(root), words)
+    assert_went_back(root, content_before, resume(root), fragment)
     assert resume(root) == ""
 
 
-def test_what_the_manifest_does_not_name_is_no_damage(root: Path) -> None:
+def test_files_outside_the_manifest_are_no_damage(root: Path) -> None:
     (root / folder(NEWER) / "notes.txt").touch()
     assert resume(root) == ""
 
@@ -285,13 +287,13 @@ def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")]
+    ("text", "fragment"), [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")]
 )
-def test_a_tracker_that_names_nothing(root: Path, text: str, words: str) -> None:
-    """Else the framework would end with code 0."""
+def test_a_tracker_that_names_nothing(root: Path, text: str, fragment: str) -> None:
+    """Without the check the framework would end with code 0."""
     (root / naming.TRACKER).write_text(text)
     (line,) = resume(root).splitlines()
-    assert words in line
+    assert fragment in line
     assert tracker.tracked_step(root) == NEWER
     assert (root / folder(NEWER)).is_dir()
 
@@ -361,9 +363,9 @@ def test_without_any_intact_one_the_start_is_refused(root: Path) -> None:
 
 
 def test_a_folder_that_is_not_saved_to_is_not_touched(root: Path) -> None:
-    words = _shorten(root)
+    fragment = _shorten(root)
     line = refused(root, root.parent / "elsewhere")
-    assert words in line
+    assert fragment in line
     assert "--load" in line
 
 
@@ -374,10 +376,10 @@ def test_the_same_folder_under_another_name_is_the_same(root: Path) -> None:
 
 
 def test_a_step_that_the_user_chose_is_not_replaced(root: Path) -> None:
-    words = _shorten(root)
+    fragment = _shorten(root)
     assert resume(root, chosen=OLDER) == ""
     line = refused(root, chosen=NEWER)
-    assert words in line
+    assert fragment in line
     assert "--ckpt-step" in line
 
 
@@ -398,23 +400,23 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
     content_before = content(root)
 
     for call in itertools.count(1):
-        here = Path(shutil.copytree(root, tmp_path / str(call)))
+        copied_root = Path(shutil.copytree(root, tmp_path / str(call)))
         try:
             with crash_before(call) as clock:
-                resume(here)
+                resume(copied_root)
             break
         except Crash:
             pass
-        left_overs.clean(here)  # as every start does
-        resume(here)
-        assert resume(here) == ""
-        content_after = content(here)
+        left_overs.clean(copied_root)  # as every start does
+        resume(copied_root)
+        assert resume(copied_root) == ""
+        content_after = content(copied_root)
         assert content_after.pop(naming.TRACKER) == b"10"
         for step in (NEWER, 30):
             for name in FILES:
                 kept = f"{naming.aside_name(step, 1)}/{name}"
                 assert content_after[kept] == content_before[f"{folder(step)}/{name}"]
-            assert not (here / folder(step)).exists()
+            assert not (copied_root / folder(step)).exists()
         assert len(content_after) == len(content_before) - 1
     assert clock.calls.count("os.rename") == 3
 
@@ -423,14 +425,19 @@ def start_ranks(
     tmp_path: Path,
     size: int,
     folders: Sequence[Path],
-    own: Mapping[int, dict[str, str]] | None = None,
+    environments: Mapping[int, dict[str, str]] | None = None,
     places: Mapping[int, Path] | None = None,
 ) -> list[Warm]:
-    """Start ranks; `own` is what each has besides in its environment, `places` where each starts."""
+    """Start ranks, with `environments` in addition to that of the tests, each in its folder of `places`."""
     return [
         Warm(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), *map(str, folders)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(own or {}).get(rank, {})},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **(environments or {}).get(rank, {}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -444,9 +451,9 @@ def heard(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[1:]) for line in text.splitlines() if line[0] == "="]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["in-place", "front-to-back"])
+@pytest.mark.parametrize("front_to_back", [False, True], ids=["in-place", "front-to-back"])
 def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
-    root: Path, tmp_path: Path, whole: bool
+    root: Path, tmp_path: Path, front_to_back: bool
 ) -> None:
     """A byte is found wherever it has changed: in the part of either rank, in the short last block."""
     folder = publish.prepare(root, NEWER + 1)
@@ -454,8 +461,8 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
     digest = BlockDigest()
     digest.update(content)
     (folder / "large.pt").write_bytes(content)
-    known = hashing.hash_file(folder / "large.pt") if whole else None
-    entry = FileEntry("large.pt", len(content), known, xxh3_128_blocks=digest.hexdigest())
+    checksum = hashing.hash_file(folder / "large.pt") if front_to_back else None
+    entry = FileEntry("large.pt", len(content), checksum, xxh3_128_blocks=digest.hexdigest())
     publish.publish(root, NEWER + 1, [entry], {}, 2)
     copies = [root]
     for at in (0, 2 * BLOCK, len(content) - 1):
@@ -467,17 +474,17 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
     os.truncate(copy / naming.final_name(NEWER + 1) / "large.pt", 2 * BLOCK)
     ranks = start_ranks(tmp_path, 2, [folder for copy in copies for folder in (copy, copy)])
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [heard(text) for text in outputs]
-    assert not any(line["refused"] for lines in said for line in lines), "\n".join(outputs)
-    read = [name for lines in said for line in lines for name in line["read"]]
+    lines_of_ranks = [heard(text) for text in outputs]
+    assert not any(line["refused"] for lines in lines_of_ranks for line in lines), "\n".join(outputs)
+    read = [name for lines in lines_of_ranks for line in lines for name in line["read"]]
     assert not any(name.endswith("large.pt") for name in read), "no rank reads all of it"
-    assert [len(lines) for lines in said] == [len(copies)] * 2, "\n".join(outputs)
+    assert [len(lines) for lines in lines_of_ranks] == [len(copies)] * 2, "\n".join(outputs)
     assert [tracker.tracked_step(copy) for copy in copies] == [NEWER + 1, *[NEWER] * 4]
     assert outputs[0].count("large.pt: checksum differs from the manifest") == 3
 
 
-def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
-    """Two nodes of two ranks; what nobody says to load is read by all, and whoever reads finds the damage."""
+def test_a_node_reads_the_files_of_its_ranks(root: Path, tmp_path: Path) -> None:
+    """Two nodes of two ranks; all ranks read the unassigned files, and any reader detects the damage."""
     folder = publish.prepare(root, NEWER + 1)
     contents = {name: os.urandom(8 * BLOCK) for name in ("a.pt", "b.pt", "c.pt")}
     entries = []
@@ -491,20 +498,20 @@ def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
     changed = bytearray(contents["a.pt"])
     changed[5 * BLOCK] ^= 1
     (damaged / naming.final_name(NEWER + 1) / "a.pt").write_bytes(changed)
-    own = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
-    own[1]["LOADS"] = "b. c."
-    own[2]["LOADS"] = "a.pt c.pt"
-    own[3]["LOADS"] = "small"
-    ranks = start_ranks(tmp_path, 4, (root, root, damaged, damaged), own)
+    environments = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
+    environments[1]["LOADS"] = "b. c."
+    environments[2]["LOADS"] = "a.pt c.pt"
+    environments[3]["LOADS"] = "small"
+    ranks = start_ranks(tmp_path, 4, (root, root, damaged, damaged), environments)
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [heard(text) for text in outputs]
-    assert [len(lines) for lines in said] == [2] * 4, "\n".join(outputs)
+    lines_of_ranks = [heard(text) for text in outputs]
+    assert [len(lines) for lines in lines_of_ranks] == [2] * 4, "\n".join(outputs)
     name = naming.final_name(NEWER + 1)
-    assert [sorted(lines[0]["read"]) for lines in said[:2]] == [
+    assert [sorted(lines[0]["read"]) for lines in lines_of_ranks[:2]] == [
         [f"{name}/b.pt:0-4", f"{name}/c.pt:0-2"],
         [f"{name}/b.pt:4-8", f"{name}/c.pt:2-4"],
     ]
-    last = [sorted(lines[0]["read"]) for lines in said[2:]]
+    last = [sorted(lines[0]["read"]) for lines in lines_of_ranks[2:]]
     assert sum((reads.count(f"{name}/small.pt") for reads in last), 0) == 1
     assert [[read for read in reads if ":" in read] for reads in last] == [
         [f"{name}/a.pt:0-4", f"{name}/c.pt:4-6"],
@@ -518,48 +525,48 @@ def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["flipped", "cut", "gone", "intact"])
 @pytest.mark.parametrize("name", ["large.pt", FILES[0]])
 def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, kind: str) -> None:
-    """Two nodes of two ranks have the checkpoint on disks of their own, and neither says what it loads."""
+    """Two nodes of two ranks have the checkpoint on their own disks, and no rank names its files."""
     folder = publish.prepare(root, NEWER + 1)
     (folder / "large.pt").write_bytes(os.urandom(5 * BLOCK))
     (folder / FILES[0]).parent.mkdir()
     (folder / FILES[0]).write_bytes(b"small")
-    entries = [hashing.entry_of(folder / each, each) for each in ("large.pt", FILES[0])]
+    entries = [hashing.entry_of(folder / file, file) for file in ("large.pt", FILES[0])]
     publish.publish(root, NEWER + 1, entries, {}, 4)
-    other = tmp_path / "other" / root.name
-    shutil.copytree(root, other, copy_function=shutil.copyfile)
+    second_root = tmp_path / "other" / root.name
+    shutil.copytree(root, second_root, copy_function=shutil.copyfile)
     damaged = Path(root.name) / naming.final_name(NEWER + 1) / name
     if kind == "gone":
-        (other.parent / damaged).unlink()
+        (second_root.parent / damaged).unlink()
     elif kind != "intact":
-        changed = bytearray((other.parent / damaged).read_bytes())
+        changed = bytearray((second_root.parent / damaged).read_bytes())
         changed[-1] ^= 1
-        (other.parent / damaged).write_bytes(changed if kind == "flipped" else changed[:-1])
-    before = content(root), content(other)
-    own = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
-    places = {rank: (root if rank < 2 else other).parent for rank in range(4)}
-    ranks = start_ranks(tmp_path, 4, [Path(root.name)] * 2, own, places)
+        (second_root.parent / damaged).write_bytes(changed if kind == "flipped" else changed[:-1])
+    contents_before = content(root), content(second_root)
+    environments = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
+    places = {rank: (root if rank < 2 else second_root).parent for rank in range(4)}
+    ranks = start_ranks(tmp_path, 4, [Path(root.name)] * 2, environments, places)
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
     lines = [line for text in outputs for line in heard(text)]
     assert len(lines) == 4, "\n".join(outputs)
-    parts = sorted(each for line in lines for each in line["read"] if "large.pt" in each)
+    parts = sorted(read for line in lines for read in line["read"] if "large.pt" in read)
     halves = [f"{naming.final_name(NEWER + 1)}/large.pt:{part}" for part in ("0-2", "2-5")]
     assert parts == sorted([*halves, *halves])
     assert {line["refused"] for line in lines} == {""}
     if kind == "intact":
-        assert (content(root), content(other)) == before
+        assert (content(root), content(second_root)) == contents_before
         return
     (line,) = [line for line in outputs[0].splitlines() if "[ttp]" in line]
     assert line.startswith(f"[ttp] step {NEWER + 1} is not whole on every node (node 1: {damaged}: ")
     assert line.endswith(f"the newest that is intact on every node is step {NEWER}")
-    for place, was in ((root, before[0]), (other, before[1])):
+    for place, was in ((root, contents_before[0]), (second_root, contents_before[1])):
         aside, named = naming.aside_name(NEWER + 1, 1), naming.final_name(NEWER + 1)
-        now = {where.replace(aside, named): text for where, text in content(place).items()}
-        assert now == {**was, naming.TRACKER: str(NEWER).encode()}
+        renamed = {file.replace(aside, named): text for file, text in content(place).items()}
+        assert renamed == {**was, naming.TRACKER: str(NEWER).encode()}
         assert not (place / named).exists()
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "reason"),
     [
         ("intact", ""),
         ("cut", "/mp_rank_01/model_optim_rng.pt: "),
@@ -568,8 +575,8 @@ def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, ki
         ("of another generation", ": is of another save of this step than that of node 0"),
     ],
 )
-def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> None:
-    """Two nodes have saved to disks of their own, under the same name; the second one has two ranks."""
+def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, reason: str) -> None:
+    """Two nodes have saved to disks of their own, under the same name; the second node has two ranks."""
     places, names = [tmp_path / "node0", tmp_path / "node1"], ["mp_rank_00", "mp_rank_01"]
     for node, place in enumerate(places):
         generation = "2" if kind == "of another generation" and node else "1"
@@ -586,19 +593,21 @@ def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> 
         changed = bytearray(damaged.read_bytes())
         changed[-1] ^= 1
         damaged.write_bytes(changed if kind == "flipped" else changed[:-1])
-    own = {rank: {"GROUP_RANK": str(min(rank, 1))} for rank in range(3)}
-    for rank in own:
+    environments = {rank: {"GROUP_RANK": str(min(rank, 1))} for rank in range(3)}
+    for rank in environments:
         loaded = names[0] if kind == "of other ranks" else names[min(rank, 1)]
-        own[rank]["LOADS"] = f"{loaded}/{naming.MODEL_FILE} __{rank}_"
-    ranks = start_ranks(tmp_path, 3, [Path("save")] * 2, own, {0: places[0], 1: places[1], 2: places[1]})
+        environments[rank]["LOADS"] = f"{loaded}/{naming.MODEL_FILE} __{rank}_"
+    ranks = start_ranks(
+        tmp_path, 3, [Path("save")] * 2, environments, {0: places[0], 1: places[1], 2: places[1]}
+    )
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
     lines = [line for text in outputs for line in heard(text)]
     assert len(lines) == 3, "\n".join(outputs)
     (refused,) = {line["refused"] for line in lines}
-    assert f"step {NEWER} is not whole on every node (node 1: {name}{why}" in refused or not why
-    assert bool(refused) == bool(why)
+    assert f"step {NEWER} is not whole on every node (node 1: {name}{reason}" in refused or not reason
+    assert bool(refused) == bool(reason)
     if kind == "intact":
-        blocks = [each for line in lines for each in line["read"]]
+        blocks = [block for line in lines for block in line["read"]]
         assert sorted(blocks) == [f"{names[0]}/{naming.MODEL_FILE}:0-5", *_parts(names[1])]
 
 
@@ -606,16 +615,16 @@ def _parts(name: str) -> list[str]:
     return [f"{name}/{naming.MODEL_FILE}:{part}" for part in ("0-2", "2-5")]
 
 
-def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
+def test_all_ranks_decide_alike_and_divide_the_reads(root: Path, pristine: Path, tmp_path: Path) -> None:
     """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
     foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
     _shorten(root)
     _remove(foreign)
     ranks = start_ranks(tmp_path, 3, (pristine, pristine, root, root, foreign, root))
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [heard(text) for text in outputs]
-    assert [len(lines) for lines in said] == [3, 3, 3], "\n".join(outputs)
-    intact, damaged, refusal = zip(*said, strict=True)
+    lines_of_ranks = [heard(text) for text in outputs]
+    assert [len(lines) for lines in lines_of_ranks] == [3, 3, 3], "\n".join(outputs)
+    intact, damaged, refusal = zip(*lines_of_ranks, strict=True)
     assert sorted(name for rank in intact for name in rank["read"]) == sorted(FILES)
     assert all(len(rank["read"]) == 1 for rank in intact)
     assert sorted(name for rank in damaged for name in rank["read"]) == sorted((*FILES, *FILES[1:]))
@@ -633,7 +642,7 @@ def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path
 )
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES, MemoryError()])
 @pytest.mark.parametrize("name", [naming.MANIFEST, "shard"])
-def test_what_cannot_be_read_is_not_given_up(
+def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(
     root: Path, error: int | MemoryError, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content_before = content(root)
@@ -656,7 +665,7 @@ def test_what_cannot_be_read_is_not_given_up(
     assert content(root) == content_before
 
 
-def test_damage_counts_beside_what_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_counts_beside_unreadable_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content_before = content(root)
     (root / folder(NEWER) / FILES[1]).unlink()
     content_before.pop(f"{folder(NEWER)}/{FILES[1]}")
@@ -668,6 +677,6 @@ def test_damage_counts_beside_what_cannot_be_read(root: Path, monkeypatch: pytes
         return open_regular(path)
 
     monkeypatch.setattr(disk, "open_regular", stale)
-    said = resume(root)
+    printed = resume(root)
     monkeypatch.undo()
-    assert_went_back(root, content_before, said, "missing")
+    assert_went_back(root, content_before, printed, "missing")

@@ -27,7 +27,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hangs until it is set."""
     goes_on = threading.Event()
 
-    def hang(*args: object, **more: object) -> None:
+    def hang(*args: object, **named: object) -> None:
         goes_on.wait(LONG_S)
 
     monkeypatch.setattr(left_overs, "clean", hang)
@@ -38,11 +38,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 async def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Path) -> None:
     async with deadline(LONG_S):
-        before = set(threading.enumerate())
+        threads_before = set(threading.enumerate())
         works = SaveFolderTasks()
         await works.clean(tmp_path, 0, "")
         assert works.busy, "nothing may be removed under it"
-        threads = [one for one in {*threading.enumerate()} - before if one.name == "ttp-save-folder"]
+        threads = [
+            thread for thread in {*threading.enumerate()} - threads_before if thread.name == "ttp-save-folder"
+        ]
         assert threads
         assert all(thread.daemon for thread in threads), "none of them may keep ttprun from its end"
         disk.set()
@@ -52,7 +54,7 @@ async def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_pat
         assert not works.busy, "the loop has heard of it"
 
 
-async def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
+async def test_an_error_of_the_disk_is_an_answer(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     save = str(tmp_path / "file" / "save")
     works = SaveFolderTasks()
@@ -65,7 +67,7 @@ async def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("expected", [False, True])
-def test_what_joins_parts_is_imported_before_a_fault_where_there_will_be_some(expected: bool) -> None:
+def test_the_join_of_parts_is_imported_before_a_fault_if_needed(expected: bool) -> None:
     script = f"""
 import sys, threading
 from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
@@ -82,7 +84,7 @@ print("torch.distributed.checkpoint.filesystem" in sys.modules)
 
 
 async def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
-    """Thousands of files take a slow disk longer than anyone waits for one that hangs."""
+    """A slow disk takes longer for thousands of files than the time limit for a hanging disk."""
     folder = publish.prepare(tmp_path, 5, generation="mine")
     entries = tuple(FileEntry(f"{name}.pt", 1, None, 1) for name in "abc")
     for entry in entries:
@@ -94,8 +96,8 @@ async def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
     assert works.moved == len(entries)
 
 
-def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*args: object, **more: object) -> None:
+def test_an_error_is_raised_to_the_waiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: object, **named: object) -> None:
         raise CheckpointError("no")
 
     monkeypatch.setattr(left_overs, "clean", refuse)
@@ -112,11 +114,11 @@ def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_an_order_for_another_folder_is_refused(
     tmp_path: Path, order: type[Prepare] | type[Publish] | type[Find]
 ) -> None:
-    other = tmp_path / "precious"
+    foreign_folder = tmp_path / "precious"
     orders = {
-        Prepare: Prepare(1, str(other), 5),
-        Publish: Publish(1, str(other), 5, (), {}, 2),
-        Find: Find(1, str(other), 5),
+        Prepare: Prepare(1, str(foreign_folder), 5),
+        Publish: Publish(1, str(foreign_folder), 5, (), {}, 2),
+        Find: Find(1, str(foreign_folder), 5),
     }
 
     async def work(saves: set[str]) -> str:

@@ -111,7 +111,7 @@ def test_before_training_no_step_is_provided(worker: Worker) -> None:
     assert not any(worker.frozen().provides(step) for step in range(-2, 3))
 
 
-def test_steps_are_told_to_the_board(worker: Worker) -> None:
+def test_steps_are_written_to_the_board(worker: Worker) -> None:
     worker.loop.begin(4)
     assert worker.reports == [(worker.trainee, 4)]
     assert worker.stands == ("RUNNING", 4, 4)
@@ -197,8 +197,8 @@ def test_the_step_of_another_optimizer_ends_no_step(worker: Worker, frozen: Work
 
 Tell = Callable[[Worker], None]
 TOLD: dict[str, Tell] = {
-    "by torch's hooks of all optimizers": lambda one: one.session.require_hooks(one.loop.inner[0]),
-    "by the framework": lambda one: one.session.end_update(True, 1.5, one.loop.inner),
+    "by torch's hooks of all optimizers": lambda worker: worker.session.require_hooks(worker.loop.inner[0]),
+    "by the framework": lambda worker: worker.session.end_update(True, 1.5, worker.loop.inner),
 }
 
 
@@ -209,7 +209,7 @@ TOLD: dict[str, Tell] = {
 )
 @pytest.mark.parametrize("tell", TOLD.values(), ids=TOLD)
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_an_update_that_no_hook_has_told_of(optimizers: int, tell: Tell) -> None:
+def test_an_update_without_a_hook(optimizers: int, tell: Tell) -> None:
     for worker in make(optimizers):
         worker.trainee.has_local_copy = True
         worker.loop.begin(4)
@@ -524,7 +524,7 @@ def test_a_barrier_that_holds_after_the_door_was_closed(worker: Worker) -> None:
 
 
 def test_a_rank_that_is_not_ready_holds_the_others_before_the_update(worker: Worker) -> None:
-    """Without a freeze yet, the barrier would let them make an update that the controller does not expect."""
+    """Without a freeze the barrier would admit an update that the controller does not expect."""
     came: list[int] = []
     worker.trainee.barrier = lambda: came.append(1)
     worker.loop.begin(4)
@@ -608,7 +608,7 @@ def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
 # numbers of steps
 
 
-def test_the_first_finished_step_is_told_once(worker: Worker) -> None:
+def test_the_first_finished_step_is_reported_once(worker: Worker) -> None:
     worker.loop.begin(4)
     assert worker.protected == []
     for step in (5, 6):
@@ -616,7 +616,7 @@ def test_the_first_finished_step_is_told_once(worker: Worker) -> None:
         assert worker.protected == [5]
 
 
-def test_a_step_that_cannot_be_saved_yet_is_not_told(worker: Worker) -> None:
+def test_a_step_that_cannot_be_saved_yet_is_not_reported(worker: Worker) -> None:
     worker.trainee.updated_once = False
     worker.loop.begin(0)
     worker.loop.skip(1)

@@ -26,14 +26,14 @@ class Queue(Device):
     marks: int = 0
     reached: int = 0
     standing: bool = False
-    why: str = ""
+    failure: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
         self.end = end
 
     def ends(self) -> bool:
-        """End the collective that never ends, if permitted; return whether it was ended."""
+        """End the hanging collective, if permitted; return whether it was ended."""
         calls: list[bool] = []
         self.end(lambda: calls.append(True))
         return bool(calls)
@@ -58,7 +58,7 @@ class Queue(Device):
             self.changed.notify_all()
 
     def unreadable(self, release: bool = True) -> str:
-        return self.why
+        return self.failure
 
 
 @pytest.fixture
@@ -166,15 +166,15 @@ def test_a_record_that_is_not_there_yet_is_not_read(
 def test_a_rank_whose_device_cannot_be_read_holds_nothing(worker: Worker, device: Queue) -> None:
     worker.loop.begin(4)
     worker.loop.step(5)
-    device.why = "CUDA error: an illegal memory access was encountered"
+    device.failure = "CUDA error: an illegal memory access was encountered"
     board = worker.frozen()
     assert board.phase is Phase.UNREADABLE
-    assert board.error == device.why
+    assert board.error == device.failure
     assert not any(board.provides(step) for step in range(8))
     assert worker.gives == [5]  # the main thread may still write to the board
 
 
-def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, device: Queue) -> None:
+def test_steps_are_reported_before_the_device_has_to_answer(worker: Worker, device: Queue) -> None:
     """After an aborted collective the main thread continues with unreduced gradients."""
     worker.loop.begin(4)
     worker.session.begin_step(5)

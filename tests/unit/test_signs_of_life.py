@@ -1,4 +1,4 @@
-"""Which nodes of a rendezvous (c10d) are lost, over torch's own store and state."""
+"""Detection of lost nodes of a c10d rendezvous, over torch's own store and state."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Around:
     @property
     def state(self) -> Any:
         """The state as the store has it."""
-        found = self._backend().get_state()
-        assert found is not None
-        return pickle.loads(found[0])
+        state = self._backend().get_state()
+        assert state is not None
+        return pickle.loads(state[0])
 
     def change(self, act: Callable[[Any], None]) -> None:
         """Let another node change the state in the store."""
@@ -63,13 +63,13 @@ class Around:
         assert written[2]
 
     def holder(self) -> Any:
-        """What an agent reads and writes the state with, anew each time."""
+        """Return a new state holder, as an agent uses it to read and write the state."""
         pause = timedelta(seconds=INTERVAL_S)
         settings = RendezvousSettings("job", 1, 3, RendezvousTimeout(), pause, 3)
         return _BackendRendezvousStateHolder(self._backend(), settings, cache_duration=0)
 
     def signs(self) -> tuple[SignsOfLife, Any]:
-        """Return the signs of life of the node ME, and what it reads the state with."""
+        """Return the signs of life of the node ME, and the holder of its state."""
         holder = self.holder()
         handler = SimpleNamespace(_this_node=ME, _state_holder=holder, settings=holder._settings)
         return SignsOfLife(handler, lambda: self.now), holder
@@ -84,15 +84,15 @@ class Around:
 @pytest.fixture
 def around() -> Around:
     """Return two nodes in the round 0, by clocks that are an hour late."""
-    made = Around()
+    around = Around()
 
     def begin(state: Any) -> None:
         state.complete = True
         state.participants = {ME: 0, OTHER: 1}
         state.last_heartbeats = dict.fromkeys((ME, OTHER), _ago(3600))
 
-    made.change(begin)
-    return made
+    around.change(begin)
+    return around
 
 
 def _ago(seconds: float) -> datetime:
@@ -100,13 +100,13 @@ def _ago(seconds: float) -> datetime:
 
 
 def _signs(node: _NodeDesc, seconds: float) -> Callable[[Any], None]:
-    """Let `node` have written its last sign of life so many seconds ago, by its clock."""
+    """Set the last sign of life of `node` to so many seconds ago, by the node's clock."""
     return lambda state: state.last_heartbeats.update({node: _ago(seconds)})
 
 
-def _agent(port: int, address: str, most: int) -> Rendezvous:
+def _agent(port: int, address: str, max_nodes: int) -> Rendezvous:
     rendezvous_parameters = RendezvousParameters(
-        "c10d", f"localhost:{port}", "job", 1, most, address, is_host=False
+        "c10d", f"localhost:{port}", "job", 1, max_nodes, address, is_host=False
     )
     return Registry(registry).get_rendezvous_handler(rendezvous_parameters)
 
@@ -154,7 +154,7 @@ def test_a_node_that_another_one_has_removed_comes_back(around: Around) -> None:
     assert around.state.participants == {OTHER: 1}
 
 
-def test_a_node_takes_the_number_of_a_lost_one_which_does_not_come_back(around: Around) -> None:
+def test_a_node_takes_the_number_of_a_lost_node_for_good(around: Around) -> None:
     signs, holder = around.signs()
     signs.take(rank=1)
     assert around.state.participants == {ME: 1}, "it was node 0 before"
@@ -178,7 +178,7 @@ def test_no_place_is_taken_while_the_nodes_meet_again(around: Around) -> None:
 
 
 def test_two_nodes_take_places_at_the_same_time(around: Around) -> None:
-    """The second one writes between the look and the write of the first one."""
+    """The second node writes between the read and the write of the first node."""
     signs, holder = around.signs()
     sync = holder.sync
 
@@ -199,12 +199,12 @@ def test_a_spare_node_finds_the_gate_and_joins_the_round() -> None:
     with Thread(nodes[1].next_rendezvous):
         first = nodes[0].next_rendezvous()
     gate = Gate("node0", "an invitation")
-    later = _agent(around.port, "127.0.0.3", 2)
-    later.look_for_gate(find_gate)
-    with pytest.raises(FullJobError) as told, Thread(later.next_rendezvous):
+    later_node = _agent(around.port, "127.0.0.3", 2)
+    later_node.look_for_gate(find_gate)
+    with pytest.raises(FullJobError) as raised, Thread(later_node.next_rendezvous):
         Places(first.store, 0, None).announce(gate, 0)
-    assert told.value.gate == gate
-    later.shutdown()
+    assert raised.value.gate == gate
+    later_node.shutdown()
     assert not nodes[0].is_closed(), "the others train on"
 
     spare = _agent(around.port, "127.0.0.3", 2)
@@ -270,11 +270,11 @@ def test_nodes_that_meet_without_this_one_are_counted(around: Around) -> None:
 def test_a_node_that_comes_after_a_pause_waits_for_the_job() -> None:
     """All signs of life are old then, and their nodes live."""
     around = Around()
-    first = _agent(around.port, "127.0.0.1", most=1)
+    first = _agent(around.port, "127.0.0.1", max_nodes=1)
     assert first.next_rendezvous().rank == 0
     first._stop_heartbeats()  # what is paused sends none
     around.change(lambda state: state.last_heartbeats.update(dict.fromkeys(state.participants, _ago(60))))
-    late = _agent(around.port, "127.0.0.2", most=2)
+    late = _agent(around.port, "127.0.0.2", max_nodes=2)
     with pytest.raises(NotTakenInError), Thread(late.next_rendezvous):
         _seen_by(first, late, around.port)
 

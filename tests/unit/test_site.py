@@ -1,4 +1,4 @@
-"""The documentation site as `make docs` builds it: its links lead somewhere."""
+"""The documentation site as `make docs` builds it: all links have a target."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ PLACE = TakePlace(1, restarts=2, generations=3, owner="")
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who answers may do so slowly, beside much other work; here each that does not has gone."""
+    """Let peers answer late on a busy machine: in these tests a silent peer has ended."""
     monkeypatch.setattr(spare_gate, "ANSWER_S", waiting.LONG_S)
     monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", waiting.LONG_S)
     monkeypatch.setattr(agent_connections, "PROOF_S", waiting.LONG_S)
@@ -87,10 +87,10 @@ async def _waits(gate: SpareGate, count: int) -> None:
 def settings(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> config.Config:
-    given = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(request.param)
-    if given is None:
-        given = Authority(tmp_path / "signer").settings()
-    for name, value in given.items():
+    settings_of_kind = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(request.param)
+    if settings_of_kind is None:
+        settings_of_kind = Authority(tmp_path / "signer").settings()
+    for name, value in settings_of_kind.items():
         monkeypatch.setenv(name, value)
     return config.load()
 
@@ -100,7 +100,7 @@ def _at(invitation: Invitation) -> Gate:
 
 
 async def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.Config) -> None:
-    """One of three has gone, so two lost nodes have a spare each; a third one has none."""
+    """Two spares for three lost nodes: the third place stays empty."""
     gate, invitation = await _opened(settings)
     spares = [
         asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
@@ -132,10 +132,10 @@ async def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settin
 
     async def answers(goes: bool) -> None:
         """Answer once: at once and go, or when the other one has gone."""
-        where = (
+        address = (
             (invitation.name, 0) if invitation.kind == credentials.UNIX else ("127.0.0.1", invitation.port)
         )
-        reader, writer = await connect(*where, invitation.secret, credentials.load(settings))
+        reader, writer = await connect(*address, invitation.secret, credentials.load(settings))
         writer.write(wire.frame(MINE))
         while not isinstance(await wire.read(reader, to_spare_node), SpareAsked):
             pass
@@ -157,7 +157,7 @@ async def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settin
 
 
 async def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: config.Config) -> None:
-    """No controller is there then, which would notice it. It says nothing of a place that a spare has."""
+    """Between two starts no controller notices it. A place that a spare has taken is not reported."""
     gate, invitation = await _opened(settings)
     certificates = credentials.load(settings)
 
@@ -185,7 +185,9 @@ async def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(sett
 
 
 async def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
-    """Only its connection has ended: before it came again, or after; it may have been a spare node."""
+    """Only the agent's connection ended, before or after the agent came again; the agent may have been a
+    spare node.
+    """
     lost: list[int] = []
     gate = SpareGate(
         credentials.kind_of(settings),
@@ -216,11 +218,11 @@ async def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) ->
     owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
     taken = await spare
     assert isinstance(taken, Taken)
-    other = await stays(4)  # it was taken for lost
-    again = await stays(5, owners[1])
+    lost_agent = await stays(4)  # it was taken for lost
+    returned_agent = await stays(5, owners[1])
     taken.connection.close()
-    other.close()
-    again.close()
+    lost_agent.close()
+    returned_agent.close()
     await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
     await gate.close()
     assert lost == [11, 3, 5]
@@ -230,7 +232,7 @@ async def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) ->
 async def test_a_node_comes_again_to_the_gate_when_its_connection_ends(
     kind: str, job: Job, tmp_path: Path
 ) -> None:
-    """Node 0 would take it for lost at the next start of workers, if it came a moment after node 0's own."""
+    """A node that comes a moment after node 0's own would otherwise be lost at the next start of workers."""
     came: Arrivals[MemberHello] = Arrivals()
 
     async def first(reader: asyncio.StreamReader) -> MemberHello:
@@ -246,18 +248,18 @@ async def test_a_node_comes_again_to_the_gate_when_its_connection_ends(
         await reader.read()
 
     async with deadline(waiting.LONG_S):
-        given = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(kind)
-        if given is None:
-            given = Authority(tmp_path / "signer").settings()
-        node, settings = job.node(**given), config.load(given)
-        made = Invitation.draw(credentials.kind_of(settings), False, "gate")
+        settings_of_kind = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(kind)
+        if settings_of_kind is None:
+            settings_of_kind = Authority(tmp_path / "signer").settings()
+        node, settings = job.node(**settings_of_kind), config.load(settings_of_kind)
+        invitation = Invitation.draw(credentials.kind_of(settings), False, "gate")
         rejected = Rejected("the gate")
-        listener = AgentListener(made.secret, credentials.load(settings), rejected, welcome, first)
+        listener = AgentListener(invitation.secret, credentials.load(settings), rejected, welcome, first)
         if kind == "unix":
-            made = made._replace(name=listener.open(credentials.UNIX, "", 0).address)
+            invitation = invitation._replace(name=listener.open(credentials.UNIX, "", 0).address)
         else:
-            made = made._replace(port=listener.listen("127.0.0.1", free_port()))
-        await asyncio.to_thread(node.stay_at_gate, _at(made), 1, (1,))
+            invitation = invitation._replace(port=listener.listen("127.0.0.1", free_port()))
+        await asyncio.to_thread(node.stay_at_gate, _at(invitation), 1, (1,))
         await came.changes.until(lambda: len(came) == 3)
         assert came[0].node == 1
         assert came[1:] == came[:1] * 2
@@ -275,14 +277,14 @@ async def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Conf
 
 
 async def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config.Config) -> None:
-    """The gate of node 1 has gone, that of node 2 serves spares when its node has taken over."""
+    """The gate of node 1 has gone; the gate of node 2 serves spares after the take-over by its node."""
     context, kind = credentials.load(settings), credentials.kind_of(settings)
     first, gone = _gate(settings), _gate(settings)
     last = SpareGate(kind, free_port(), context, MINE, lambda: None)
-    invitation, *others = [await gate.open("127.0.0.1") for gate in (first, gone, last)]
+    invitation, *later_invitations = [await gate.open("127.0.0.1") for gate in (first, gone, last)]
     members = []
-    for node, other in enumerate(others, 1):
-        me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", other.encode().decode()))
+    for node, later_invitation in enumerate(later_invitations, 1):
+        me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", later_invitation.encode().decode()))
         members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
     spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
     await _waits(first, 1)
@@ -361,7 +363,7 @@ async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: 
     """Node 0 is lost, then node 1, before other nodes have come to its gate; a spare node has."""
     context, kind = credentials.load(settings), credentials.kind_of(settings)
     gates = [SpareGate(kind, free_port(), context, MINE, lambda: None) for _ in range(4)]
-    zero, one, two, of_a_spare = gates
+    zero, first, two, of_a_spare = gates
     at = [_at(await gate.open("127.0.0.1")) for gate in gates]
     zero.begin_turn()
     spare = asyncio.ensure_future(wait_at_gate(at[0], settings, MINE, WarmProcesses([], 0)))
@@ -371,13 +373,13 @@ async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: 
         invitation = Invitation.decode(at[gate].invitation.encode(), kind)
         me = MemberHello(node, (node,), "a", node, "", at[number])
         if gate:
-            one.begin_turn()
+            first.begin_turn()
             assert zero._listener is not None
             await zero._listener.close()
-            await _waits(one, 1)
+            await _waits(first, 1)
         members.append(await stay_at_gate(invitation, "127.0.0.1", context, me))
-    assert one._listener is not None
-    await one._listener.close()
+    assert first._listener is not None
+    await first._listener.close()
     two.begin_turn()
     await _waits(two, 1)
     of_a_spare.begin_turn()  # the spare, which has tried this gate, too, has left it
@@ -393,7 +395,10 @@ async def test_a_spare_knows_the_gates_that_an_earlier_gate_has_named(settings: 
 async def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_0(
     settings: config.Config,
 ) -> None:
-    """Its flags name the lost store. The new node 0 serves spares at its take-over, and at the restart."""
+    """The flags of the spare name the lost store.
+
+    The new node 0 serves spares at its take-over and at the restart.
+    """
     gate, store = _gate(settings), Endpoint("127.0.0.1", 29500)
     gate.begin_turn(store)
     invitation = await gate.open("127.0.0.1")
@@ -428,8 +433,8 @@ async def test_as_many_spares_meet_the_others_as_places_are_empty(settings: conf
     member = await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), hello)
     await _waits(gate, 2)
     gate.release(1)
-    done, waiting_on = await asyncio.wait(spares, return_when=asyncio.FIRST_COMPLETED)
-    assert [spare.result() for spare in done] == [SpareReleased(meets=True)]
+    finished, waiting_on = await asyncio.wait(spares, return_when=asyncio.FIRST_COMPLETED)
+    assert [spare.result() for spare in finished] == [SpareReleased(meets=True)]
     assert gate.waiting == 1
     assert member is not None
     member.close()
@@ -444,7 +449,7 @@ async def test_as_many_spares_meet_the_others_as_places_are_empty(settings: conf
 
 
 @pytest.mark.parametrize(
-    ("theirs", "words"),
+    ("theirs", "message"),
     [
         (SpareHello({**MINE.facts, "--save": "/b"}, MINE.arguments, "x", 2), "--save is '/b' there and '/sh"),
         (
@@ -457,12 +462,12 @@ async def test_as_many_spares_meet_the_others_as_places_are_empty(settings: conf
     ],
 )
 async def test_a_spare_that_differs_is_refused(
-    theirs: SpareHello, words: str, monkeypatch: pytest.MonkeyPatch
+    theirs: SpareHello, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")
     settings = config.load()
     gate, invitation = await _opened(settings)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         await wait_at_gate(_at(invitation), settings, theirs, WarmProcesses([], 0))
     assert gate.waiting == 0
     await gate.close()
@@ -499,39 +504,39 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
 
 
 def test_a_node_that_has_had_workers_comes_back_as_a_spare_node() -> None:
-    """Before, its number is free: a process that is started again in place of one without workers has it."""
+    """Until its first start of workers, a process that is started again gets the number of the node back."""
     store = HashStore()
-    first, again, other = (Places(store, node, None) for node in (1, 1, 2))
-    again.require_first()
-    first.note_start()
+    first_process, second_process, other_node = (Places(store, node, None) for node in (1, 1, 2))
+    second_process.require_first()
+    first_process.note_start()
     with pytest.raises(PlaceLostError, match="has taken node 1 for lost"):
-        again.require_first()
-    other.require_first()
+        second_process.require_first()
+    other_node.require_first()
 
 
-async def test_nobody_is_told_that_the_job_goes_on_before_a_spare_has_answered(
+async def test_no_lease_is_claimed_before_a_spare_has_answered(
     settings: config.Config,
 ) -> None:
-    """The other side of a cut network, on which all spares are, could not go on."""
-    gate, asked = _gate(settings), []
+    """Otherwise the other side of a cut network, which has all spares, could not continue."""
+    gate, waiting_at_claims = _gate(settings), []
 
     async def refuses() -> str:
-        asked.append(gate.waiting)
+        waiting_at_claims.append(gate.waiting)
         return "the other side goes on"
 
     invitation = await gate.open("127.0.0.1")
     assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
-    assert asked == []
+    assert waiting_at_claims == []
     spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
     await _waits(gate, 1)
     assert await gate.fill({1: (1,)}, StartCounts(), refuses=refuses) == {}
-    assert asked == [1]
+    assert waiting_at_claims == [1]
     await gate.close()
     await spare
 
 
 def test_a_node_finds_the_gate_of_the_controller_that_it_follows() -> None:
-    """In the same store stands that of the node that had the controller before, and is lost."""
+    """The same store holds the gate of the previous controller's node, which is lost."""
     store = HashStore()
     places = Places(store, 1, None)
     for term in (0, 2):
@@ -548,11 +553,13 @@ async def test_spares_that_did_not_come_are_not_awaited_again(settings: config.C
         gate.await_spares(1, waiting.LONG_S).send(None)
 
 
-async def test_spares_leave_a_gate_whose_node_has_the_controller_no_more(settings: config.Config) -> None:
-    """All workers have started again, and node 0 has the controller; the spare goes to its gate."""
+async def test_spares_leave_the_gate_of_a_former_controller(settings: config.Config) -> None:
+    """All workers have started again, and node 0 has the controller; the spare connects to the gate of node
+    0.
+    """
     gate, first = _gate(settings), _gate(settings)
-    invitation, other = await gate.open("127.0.0.1"), await first.open("127.0.0.1")
-    me = MemberHello(0, (0,), "a", 1, "", _at(other))
+    invitation, first_invitation = await gate.open("127.0.0.1"), await first.open("127.0.0.1")
+    me = MemberHello(0, (0,), "a", 1, "", _at(first_invitation))
     member = await stay_at_gate(invitation, "127.0.0.1", credentials.load(settings), me)
     spare = asyncio.ensure_future(wait_at_gate(_at(invitation), settings, MINE, WarmProcesses([], 0)))
     await _waits(gate, 1)
@@ -570,8 +577,8 @@ def test_all_nodes_end_where_one_has_waited_in_vain_for_the_decision(monkeypatch
     """Node 0 waits for a disk meanwhile; it would meet nobody."""
     monkeypatch.setattr(places, "DECIDED_S", 0.1)
     store = HashStore()
-    node0, other = Places(store, 0, None), Places(store, 2, None)
-    assert not other.are_filled(1)
+    node0, unrelated = Places(store, 0, None), Places(store, 2, None)
+    assert not unrelated.are_filled(1)
     assert not node0.settle(1, {1: "a"})
     assert not node0.are_filled(1)
 
@@ -603,7 +610,7 @@ def test_no_node_waits_longer_where_the_store_is_silent(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--nnodes", "2", "--node-rank", "1"], "--ttp-spare and --node-rank: a spare node has no place"),
         (["--nnodes", "1"], "--ttp-spare: give the job's own --nnodes (2 or more)"),
@@ -612,59 +619,63 @@ def test_no_node_waits_longer_where_the_store_is_silent(monkeypatch: pytest.Monk
     ],
 )
 def test_a_spare_that_could_take_no_place_is_refused(
-    arguments: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")  # as the flag does, which is undone after the test
     assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == ttprun.USAGE_EXIT_CODE
-    assert f"ttprun: error: {words}" in capfd.readouterr().err
+    assert f"ttprun: error: {message}" in capfd.readouterr().err
 
 
 def test_the_flag_after_the_script_is_the_script_s() -> None:
     assert flags.without(flags.SPARE, ["--nnodes", "2", "x.py", "--ttp-spare"])[1] is False
-    rest, found = flags.without(flags.SPARE, ["--ttp-tls", "plain", "--ttp-spare", "--nnodes", "2", "x.py"])
-    assert found
-    assert "--ttp-spare" not in rest
+    remaining, is_spare = flags.without(
+        flags.SPARE, ["--ttp-tls", "plain", "--ttp-spare", "--nnodes", "2", "x.py"]
+    )
+    assert is_spare
+    assert "--ttp-spare" not in remaining
 
 
-def test_what_node_0_compares() -> None:
+def test_the_facts_that_node_0_compares() -> None:
     parsed = flags.parse(["--nnodes", "2", "--nproc-per-node", "4", "a/x.py", "--save", "/s", "--save=/t"])
-    mine = spare_node.about_this_node(parsed, {"TTP_REPLICA": "split"})
-    assert mine.facts["TTP_REPLICA"] == "split"
-    assert mine.facts["--save"] == "/t"
-    assert mine.facts["the script"] == "x.py"
-    assert mine.facts["--nproc-per-node"] == "4"
+    facts_of_node = spare_node.about_this_node(parsed, {"TTP_REPLICA": "split"})
+    assert facts_of_node.facts["TTP_REPLICA"] == "split"
+    assert facts_of_node.facts["--save"] == "/t"
+    assert facts_of_node.facts["the script"] == "x.py"
+    assert facts_of_node.facts["--nproc-per-node"] == "4"
 
 
-async def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: config.Config) -> None:
-    """The controller that it is to find ends with the generation; who does not come in time has no place."""
+async def test_a_restart_waits_for_a_spare_that_has_been_given_a_place(settings: config.Config) -> None:
+    """The spare connects to a controller that ends with the generation; a spare that is late gets no
+    place.
+    """
     members = Membership(4)
     members.enter(AgentHello(1, (2, 3)))
     members.lose(1)
     members.expect({1: "a"})
     waited: list[float] = []
-    asked: list[int] = []
+    claims: list[int] = []
 
-    async def until_it_comes(done: Callable[[], bool], limit_s: float) -> None:
-        assert not done()
+    async def until_it_comes(condition: Callable[[], bool], limit_s: float) -> None:
+        assert not condition()
         members.late.add(1)
-        assert done()
+        assert condition()
 
-    async def in_vain(done: Callable[[], bool], limit_s: float) -> None:
-        assert not done()
+    async def in_vain(condition: Callable[[], bool], limit_s: float) -> None:
+        assert not condition()
         waited.append(limit_s)
 
     async def refuses() -> str:
-        asked.append(0)
+        claims.append(0)
         return "the other side goes on"
 
     gate, counts = _gate(settings), StartCounts(1, 1)
     assert await fill_for_restart(gate, members, (1,), counts, until_it_comes) == {1: "a"}
     members.late.clear()
     assert await fill_for_restart(gate, members, (1,), counts, until_it_comes, refuses) == {}
-    assert len(asked) == 1
+    assert len(claims) == 1
     members.late.clear()
     # The lease is not asked: it would name a store at which nobody meets.
     assert await fill_for_restart(gate, members, (1,), counts, in_vain, refuses) == {}
-    assert len(asked) == 1
+    assert len(claims) == 1
     assert waited == [COMES_S]
     assert members.expected == {}

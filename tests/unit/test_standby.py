@@ -33,8 +33,8 @@ def test_standby_nodes_know_all_nodes_and_are_known_to_all() -> None:
     assert replicator.replicate(layout(5)) == [(1, layout(5))]
 
 
-def test_a_spare_node_is_not_told_of_the_agent_that_had_its_place() -> None:
-    """Otherwise the spare would not know itself when it runs the controller later."""
+def test_a_spare_node_does_not_get_the_hello_of_its_predecessor() -> None:
+    """Otherwise the spare would not recognise its own node when it runs the controller later."""
     replicator = StandbyReplicator()
     replicator.replicate(hello(0))
     replicator.replicate(hello(2))

@@ -72,10 +72,10 @@ def test_a_derived_schedule_is_the_framework_s_own(find: Callable[[], Path]) -> 
         framework = find()
     except prepare.NotPreparedError as error:
         pytest.skip(str(error))
-    here = Path(__file__).resolve().parents[2]
+    repository = Path(__file__).resolve().parents[2]
     completed = warm.run(
         [sys.executable, "-c", textwrap.dedent(AGAINST_THE_FRAMEWORK)],
-        env={**os.environ, "PYTHONPATH": f"{framework}{os.pathsep}{here}"},
+        env={**os.environ, "PYTHONPATH": f"{framework}{os.pathsep}{repository}"},
         code=0,
     )
     assert completed.stdout.strip() == "checked 900"
@@ -132,10 +132,10 @@ def test_a_record_does_not_follow_the_main_thread() -> None:
     optimizer = _optimizer()
     scheduler = _Scheduler(optimizer)
     record = _record(optimizer, scheduler)
-    before = copy.deepcopy(record)
+    record_before = copy.deepcopy(record)
     scheduler.step(8)
     optimizer.grad_scaler.scale.fill_(1.0)
-    assert (record.groups, record.scheduler) == (before.groups, before.scheduler)
+    assert (record.groups, record.scheduler) == (record_before.groups, record_before.scheduler)
     assert record.scalers[0] is not None
     assert record.scalers[0]["scale"].item() == 4096.0
 
@@ -162,7 +162,7 @@ def test_counters_grow_and_the_schedule_moves() -> None:
 
 
 class _CountsTokens(_Scheduler):
-    """As ModelLink's: it is told how many tokens there were, and warms up by them."""
+    """A scheduler like ModelLink's, which counts tokens and warms up by their number."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -221,7 +221,9 @@ def test_an_optimizer_without_a_chain_is_a_chain_of_one() -> None:
 
 
 def test_a_stage_that_is_not_trained_has_no_inner_optimizer() -> None:
-    """Who waited for it in the update window would wait for ever; and all others at the door for its rank."""
+    """A wait for the optimizer in the update window would never end, and all other ranks would wait at the
+    door.
+    """
     stub = types.SimpleNamespace(optimizer=None)
     adam = types.SimpleNamespace(optimizer=object())
     assert step_record.inner(stub) == []
@@ -238,7 +240,7 @@ class _Router(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(2))
 
 
-def test_what_was_taken_is_found_by_where_the_live_buffer_lies_now() -> None:
+def test_a_taken_buffer_is_found_by_the_present_address_of_the_live_buffer() -> None:
     model = torch.nn.Sequential(_Router(), _Router())
     buffers = Buffers([model, _Router()])
     taken = buffers.take()

@@ -1,4 +1,4 @@
-"""The tail of a step (work after its update) is repeated on ranks that lack it, with the same data."""
+"""The tail of a step (work after its update) is repeated with the same data on ranks that lack it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_ranks_repeat_the_tail_if_one_has_not_done_it() -> None:
     assert (first.take_pending(), first.take_pending()) == (4, None)
 
 
-def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
+def test_a_newcomer_reads_on_after_the_last_item_of_its_twin() -> None:
     twin, valid = tail()
     train(twin, 4)
     next(valid)
@@ -64,7 +64,7 @@ def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
 
 
 def test_a_newcomer_whose_twin_does_not_know_the_step_does_not_guess() -> None:
-    """Another survivor knows the step, and has not done its tail."""
+    """Another survivor has the step, and has not done its tail."""
     (twin, _), (survivor, _) = tail(), tail()
     train(twin, 6, 7)
     train(survivor, 4)

@@ -214,7 +214,7 @@ def test_a_pull_replaces_another_checkpoint_of_the_same_step_and_sizes(tmp_path:
 def test_a_later_step_without_its_folder_is_ignored(
     is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tracker names it: the folder was moved away, or the job ended while setting it aside."""
+    """The tracker names the step, but the folder was moved away, or the job ended while setting it aside."""
     url, root = f"file://{tmp_path}/store", tmp_path / "two"
     save(tmp_path / "one", 12)
     assert _store("push", url, tmp_path / "one") == 0
@@ -356,7 +356,7 @@ def test_leftovers_of_killed_uploads_are_removed_when_the_checkpoint_is_complete
 def test_a_file_with_a_checksum_of_blocks_is_compared_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks write such a file together; in the store it has a checksum of the whole file."""
+    """Several ranks write such a file together; in the store its checksum covers the whole file."""
     url = f"file://{tmp_path}/store"
     folder = publish.prepare(tmp_path / "one", 12, generation="0f3a5c21")
     content = os.urandom(BLOCK + 9)

@@ -35,7 +35,7 @@ _PUSHER = (
 
 
 def _once(number: int, fault: Fault) -> Chooses:
-    return lambda which, method, path: fault if which == number else ""
+    return lambda request, method, path: fault if request == number else ""
 
 
 def _tell(out: IO[str], event: threading.Event) -> None:
@@ -211,7 +211,7 @@ def _refuse_one_and_stall_another(number: int, method: str, path: str) -> Fault:
 def test_a_pull_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """One request is refused while a request running ahead gets no answer."""
+    """One request is refused while an earlier request gets no answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(_refuse_one_and_stall_another)
@@ -260,7 +260,7 @@ def test_ctrl_c_waits_for_no_request(
 def test_a_command_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """The process ends while one of its threads still waits for an answer."""
+    """The process ends although one of its threads still waits for an answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(_refuse_one_and_stall_another)

@@ -99,7 +99,7 @@ def closed(monkeypatch: pytest.MonkeyPatch, faults: FaultProxy) -> Iterator[str]
 
 
 def _start(started: list[subprocess.Popen[str]], endpoint: str, *command: object) -> subprocess.Popen[str]:
-    """Start a Python program; return its process once it reports that it waits for the store."""
+    """Start a Python program; return the process once it reports that it waits for the store."""
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdin=subprocess.PIPE,

@@ -88,8 +88,8 @@ def test_invalid_load_urls_are_one_line(arguments: list[str], reason: str) -> No
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_each_node_has_what_node_0_chose(shared: bool, url: str, tmp_path: Path) -> None:
-    """A node with its own folder pulls the step that node 0 chose, although a later step has arrived."""
+def test_each_node_has_the_step_of_node_0(shared: bool, url: str, tmp_path: Path) -> None:
+    """A node with its own folder pulls the step of node 0, although a later step has arrived."""
     roots = [tmp_path / "node0", tmp_path / ("node0" if shared else "node1")]
     store = HashStore()
     StoreResume(Load(url, roots[0], None), "").prepare(0, 2, store)
@@ -159,16 +159,16 @@ def test_a_job_set_back_by_hand_keeps_its_step(
     assert report in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("has_later_step", [False, True])
 def test_a_tracker_that_names_a_folder_that_is_gone_is_one_more_damage(
-    later: bool, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    has_later_step: bool, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root, agents = tmp_path / "node0", HashStore()
     shutil.rmtree(save(root, 20))
-    if later:
+    if has_later_step:
         save(root, 16)
     StoreResume(Load(url, root, None), "").prepare(0, 2, agents)
-    if later:  # the check before the load finds the same damage, and sets the tracker back
+    if has_later_step:  # the check before the load finds the same damage, and sets the tracker back
         assert agents.get("ttp/resume") == b"16"
         assert not (root / FOLDER).exists()
     else:
@@ -216,7 +216,7 @@ def described(tmp_path: Path) -> str:
 def _resumed(
     url: str, root: Path, ranks: Sequence[int], *, sizes: tuple[int, int] | None = (2, 2)
 ) -> set[str]:
-    """Resume on a node with its own disk; return its folders of model-parallel ranks."""
+    """Resume on a node with its own disk; return the folders of its model-parallel ranks."""
     store = HashStore()
     store.set("ttp/resume", b"12")
     resume = StoreResume(Load(url, root, None, sizes), "", keeps_ranks=True)
@@ -226,7 +226,7 @@ def _resumed(
     return {path.parent.name for path in (root / FOLDER).rglob("*.pt")}
 
 
-def test_a_node_with_a_disk_of_its_own_pulls_what_its_ranks_load(
+def test_a_node_with_a_disk_of_its_own_pulls_the_files_of_its_ranks(
     described: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "node1"

@@ -80,7 +80,7 @@ def args(**changed: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("switch", "words"),
+    ("switch", "message"),
     [
         (
             "enable_high_availability",
@@ -89,13 +89,13 @@ def args(**changed: Any) -> SimpleNamespace:
         ("ttp_enabled", "--ttp-enabled is given: "),
     ],
 )
-def test_a_second_system_that_saves_the_job(switch: str, words: str) -> None:
+def test_a_second_system_that_saves_the_job(switch: str, message: str) -> None:
     supported_options.require_alone(args())
     supported_options.require_alone(args(**{switch: False}))
     with pytest.raises(UnsupportedError) as refused:
         supported_options.require_alone(args(**{switch: True}))
     assert str(refused.value) == (
-        f"{words}two systems cannot save the same job; leave it out, or set ENABLE_TTP=False"
+        f"{message}two systems cannot save the same job; leave it out, or set ENABLE_TTP=False"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_job_on_a_cpu_without_the_options_that_it_needs() -> None:
     supported_options.require_cpu_options(args(transformer_impl="local", gradient_accumulation_fusion=False))
 
 
-def test_what_is_protected_is_accepted() -> None:
+def test_protected_options_are_accepted() -> None:
     supported_options.require_protected(args())
     supported_options.require_protected(args(ckpt_format="torch_dist", tensor_model_parallel_size=2))
     supported_options.require_protected(args(async_save=False, no_save_optim=True, no_save_rng=True))
@@ -137,7 +137,7 @@ def test_an_argument_that_this_version_does_not_have_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) -> None:
+def test_an_unprotected_option_is_named_in_one_line(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
         supported_options.require_protected(args(**{name: value}))
     line = str(caught.value)
@@ -303,15 +303,15 @@ def test_the_data_parallel_size_of_experts(changed: dict[str, Any], size: int) -
 
 
 @pytest.mark.parametrize(
-    ("size", "setting", "words"),
+    ("size", "setting", "message"),
     [
         (1, "split", "TTP_REPLICA is split, but the data-parallel size is 1"),
         (1, "mirror", "TTP_REPLICA is mirror, but the data-parallel size is 1"),
         (3, "split", "TTP_REPLICA is split, but the data-parallel size is 3, which is odd"),
     ],
 )
-def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words) as caught:
+def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
         chosen(setting).replica(size)
     assert "use auto" in str(caught.value)
 
@@ -320,7 +320,7 @@ def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("experts", [1, 2, 3, 4])
 def test_experts_have_folders_or_are_refused(tensor: int, cut: int, experts: int) -> None:
-    """Rank by rank: who shares a folder has the same experts, and the first with them is among these."""
+    """Ranks of one folder have the same experts, and the first rank with these experts is among them."""
     ranks = range(math.lcm(tensor, cut * experts) * 2)
     folders: dict[tuple[int, int], list[int]] = {}
     for rank in ranks:
@@ -451,7 +451,7 @@ def test_split_is_refused_without_right_instances_once_the_optimizer_is_known() 
 
 
 @pytest.mark.parametrize(
-    ("size", "made", "sharded", "mirrored", "words"),
+    ("size", "instances", "sharded", "mirrored", "message"),
     [
         (1, 1, True, 0, "the death of a process is not"),
         (2, 1, False, 0, "nothing is added"),
@@ -460,8 +460,10 @@ def test_split_is_refused_without_right_instances_once_the_optimizer_is_known() 
         (4, 1, True, 0, "(TTP_REPLICA=none)"),
     ],
 )
-def test_the_user_is_told(size: int, made: int, sharded: bool, mirrored: int, words: str) -> None:
-    assert words in describe(size, made, sharded, 1 << 20, mirrored)
+def test_the_description_of_copies(
+    size: int, instances: int, sharded: bool, mirrored: int, message: str
+) -> None:
+    assert message in describe(size, instances, sharded, 1 << 20, mirrored)
 
 
 def test_a_loop_of_a_user_repeats_no_micro_batches() -> None:

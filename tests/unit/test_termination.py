@@ -145,7 +145,7 @@ def test_no_signal_interrupts_the_last_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert (raised.value.sigval, heard.at) == (signal.SIGTERM, [])
 
 
-def test_a_terminal_that_is_closed_after_the_last_line_ends_what_is_left() -> None:
+def test_a_terminal_that_is_closed_after_the_last_line_ends_the_process() -> None:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
     waiting.hear_signals()
     with pytest.raises(SignalException):

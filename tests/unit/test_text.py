@@ -37,6 +37,6 @@ def test_a_text_of_megabytes_is_cut() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 255, 256, -1, 10**30, -(10**30), True, 1 << 63, (1 << 63) - 1])
-def test_exit_codes_are_those_of_the_kernel(code: int) -> None:
+def test_exit_codes_equal_those_of_the_kernel(code: int) -> None:
     completed = subprocess.run([sys.executable, "-S", "-c", f"raise SystemExit({code})"], check=False)
     assert text.exit_code(code) == completed.returncode

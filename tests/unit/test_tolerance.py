@@ -9,7 +9,7 @@ from adaptor.replica import tolerance
 
 
 def _shares(*held_by_rank: tuple[int, ...], count: int) -> dict[int, list[Share]]:
-    """By rank: the shards of one group that the rank holds."""
+    """Return, by rank, the held shards of one group."""
     return {
         rank: [Share("g", index, count) for index in indices] for rank, indices in enumerate(held_by_rank)
     }

@@ -22,7 +22,7 @@ VERSIONS = {"torch": "2.13", "layout": "2 ranks", "device": "cpu"}
 
 
 def _report(rank: int, step: int, *, param: str = "p", agreed: bool = True, states: str = "r") -> Verified:
-    """Report of one of the two ranks that hold the shard g/0; rank 0 sends it while both agree."""
+    """Return the report of one of the two ranks that hold shard g/0; rank 0 sends it while both agree."""
     shard = {"param": param, "grad": "g"} if rank == 0 or not agreed else {}
     return Verified(rank, step, 2, agreed, {"g/0": shard}, {"random states": states}, 8 * step, VERSIONS)
 
@@ -219,7 +219,7 @@ def test_an_impossible_replay_is_refused_in_one_line(
     assert line in error_line
 
 
-def test_what_is_missing_is_named_in_one_line(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_named_in_one_line(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
     replay.recorded.unlink()
     assert replay.run() == 2
     (replay.folder / "save" / "iter_0000002").rename(replay.folder / "save" / "iter_0000003")

@@ -1,4 +1,4 @@
-"""`python -m adaptor transform`: every part goes to its rank; an impossible target is refused in one line."""
+"""`python -m adaptor transform`: each part reaches its rank; an impossible target is refused in one line."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @pytest.mark.parametrize("limit", [None, 1000], ids=["", "as if larger than 2 GiB"])
-def test_what_is_written_is_an_archive_of_torch(
+def test_a_written_file_is_an_archive_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     content = numpy.arange(5000, dtype=numpy.float32)
@@ -322,7 +322,7 @@ def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
         b"\x80\x04\x8c\x13megatron.core.enums\x8c\x0eModelType\n0cos\n\x93.",
     ],
 )
-def test_a_file_cannot_rename_what_is_written(tmp_path: Path, attack: bytes) -> None:
+def test_a_file_cannot_rename_a_written_class(tmp_path: Path, attack: bytes) -> None:
     """A framework's class rewritten under another name would run when DST is loaded."""
     torch.save({}, tmp_path / "file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as zip_file:

@@ -77,7 +77,7 @@ def _other_dtypes(content: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "message"),
     [
         (_cut_short, "buffer 0: exp_avg has 6959 elements, not 6960"),
         (_of_two_axes, "buffer 0: exp_avg has"),
@@ -90,13 +90,13 @@ def _other_dtypes(content: Any) -> None:
     ],
 )
 def test_an_optimizer_that_is_not_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], message: str
 ) -> None:
     small_checkpoint.write(tmp_path / "a")
     file = tmp_path / "a" / STEP_FOLDER / "mp_rank_00" / naming.OPTIMIZER_FILE
     small_checkpoint.change(file, edit)
     assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
-    assert f"{file}: {words}" in _line(capsys)
+    assert f"{file}: {message}" in _line(capsys)
     assert not (tmp_path / "b").exists()
 
 
@@ -104,15 +104,15 @@ def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     """Yield every dict and key, or list and place, down to what describes tensors."""
     if isinstance(value, torch.Tensor) or depth > 6:
         return
-    held = vars(value) if hasattr(value, "__dict__") and not isinstance(value, dict) else value
-    if isinstance(held, dict):
-        for key in held:
-            yield held, key
-            yield from _places(held[key], depth + 1)
-    elif isinstance(held, list):
-        for place, one in enumerate(held):
-            yield held, place
-            yield from _places(one, depth + 1)
+    content = vars(value) if hasattr(value, "__dict__") and not isinstance(value, dict) else value
+    if isinstance(content, dict):
+        for key in content:
+            yield content, key
+            yield from _places(content[key], depth + 1)
+    elif isinstance(content, list):
+        for place, child in enumerate(content):
+            yield content, place
+            yield from _places(child, depth + 1)
 
 
 @pytest.mark.parametrize("name", [naming.MODEL_FILE, naming.OPTIMIZER_FILE])
@@ -123,13 +123,13 @@ def test_any_value_that_is_wrong(
     """Each value of the file in turn: the transform is made, or refused in one line."""
     small_checkpoint.write(tmp_path / "a", rng_state=True)
     file = tmp_path / "a" / STEP_FOLDER / "mp_rank_00" / name
-    before = torch.load(file, weights_only=False)
+    state = torch.load(file, weights_only=False)
     (file.parent.parent / naming.MANIFEST).unlink()
-    for place, key in list(_places(before)):
+    for place, key in list(_places(state)):
         if isinstance(key, str) and key.startswith("decoder.layers.") and ".0." not in key:
             continue
         right, place[key] = place[key], wrong
-        torch.save(before, file)
+        torch.save(state, file)
         place[key] = right
         code = _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--rank", "tp=1,pp=1")
         lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
@@ -139,13 +139,13 @@ def test_any_value_that_is_wrong(
 
 @contextlib.contextmanager
 def _as_nobody() -> Iterator[None]:
-    before = os.geteuid()
-    if before == 0:
+    user = os.geteuid()
+    if user == 0:
         os.seteuid(NOBODY)
     try:
         yield
     finally:
-        os.seteuid(before)
+        os.seteuid(user)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def place() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("below", "mode"),
+    ("folder", "mode"),
     [
         ("a", 0),
         (f"a/{STEP_FOLDER}", 0),
@@ -168,8 +168,8 @@ def place() -> Iterator[Path]:
         ("b", 0o555),
     ],
 )
-def test_what_this_user_may_not(
-    place: Path, capsys: pytest.CaptureFixture[str], below: str, mode: int
+def test_a_folder_without_permissions(
+    place: Path, capsys: pytest.CaptureFixture[str], folder: str, mode: int
 ) -> None:
     small_checkpoint.write(place / "a")
     (place / "b").mkdir()
@@ -178,12 +178,12 @@ def test_what_this_user_may_not(
         path.chmod(0o755)
     assert _transform(place / "a", place / "c", "--tp", "2") == 0  # imports what the other user may not
     capsys.readouterr()
-    (place / below).chmod(mode)
+    (place / folder).chmod(mode)
     with _as_nobody():
         assert _transform(place / "a", place / "b", "--tp", "2") == 2
-    (place / below).chmod(0o755)
+    (place / folder).chmod(0o755)
     line = _line(capsys)
-    assert str(place / below) in line
+    assert str(place / folder) in line
     assert "ermission denied" in line
 
 
@@ -212,7 +212,9 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, workers: int) -> None:
 def test_a_byte_that_the_disk_changes_gets_no_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--verify` reads what was written before the folder gets its name; here one rank is there already."""
+    """`--verify` reads the written files before the folder gets its final name; one rank was written
+    earlier.
+    """
     small_checkpoint.write(tmp_path / "a")
     assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=1") == 0
     (file,) = (tmp_path / "b").rglob(f"mp_rank_01/{naming.MODEL_FILE}")
@@ -238,7 +240,7 @@ _base._AcquireFutures.__enter__ = interrupted
 
 
 def test_no_signal_finds_locks_half_taken(tmp_path: Path) -> None:
-    """Threads that need one would keep the process for ever."""
+    """Threads that need such a lock would keep the process alive for ever."""
     small_checkpoint.write(tmp_path / "a")
     command = _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", "2")
     command[3] = f"{INTERRUPTED_BETWEEN_TWO_LOCKS}\n{command[3]}"
@@ -258,13 +260,13 @@ def test_nothing_goes_on_after_the_command(tmp_path: Path, number: signal.Signal
         assert running.stdout.readline().startswith("step 7")
         running.send_signal(number)
         # Returns when nobody has the pipes any more: no other process was left.
-        _, said = running.communicate()
+        _, errors = running.communicate()
     if running.returncode == 0:
         pytest.skip("it was done before the signal came")
     assert running.returncode == (143 if number == signal.SIGTERM else -number)
     if number == signal.SIGTERM:
-        assert said.splitlines()[-1].endswith("interrupted; the same command with --resume goes on")
-        assert "Traceback" not in said
+        assert errors.splitlines()[-1].endswith("interrupted; the same command with --resume goes on")
+        assert "Traceback" not in errors
     assert not (tmp_path / "b" / STEP_FOLDER).exists()
     subprocess.run(
         _command(tmp_path / "a", tmp_path / "b", "--tp", "6", "--resume"), check=True, capture_output=True

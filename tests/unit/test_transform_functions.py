@@ -32,7 +32,7 @@ def _files(root: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_a_function_writes_what_the_command_writes(tmp_path: Path) -> None:
+def test_the_function_and_the_command_write_the_same_files(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     _command("transform", tmp_path / "a", tmp_path / "command", "--tp", "2", "--pp", "2")
     written = adaptor.transform_checkpoint(tmp_path / "a", tmp_path / "function", tp=2, pp=2, verify=True)
@@ -43,7 +43,7 @@ def test_a_function_writes_what_the_command_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_rank_is_made_from_the_ranks_that_it_needs(tmp_path: Path, format: str) -> None:
-    """Each rank is written on its own, from the files of its source ranks."""
+    """Each rank is written separately, from the files of its source ranks."""
     small_checkpoint.write(tmp_path / "a")
     adaptor.transform_checkpoint(tmp_path / "a", tmp_path / "b", pp=4, format=format)
     ranks = ["tp=0,pp=0", "tp=0,pp=1"]

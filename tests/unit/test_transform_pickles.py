@@ -1,4 +1,4 @@
-"""A hostile pickle in a checkpoint: `transform` refuses it in one line, and imports and runs nothing."""
+"""A hostile pickle in a checkpoint: `transform` refuses it in one line and runs no code of it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _listen() -> None:
 
 @pytest.fixture
 def bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An importable module `bomb`; return the file that its import creates."""
+    """Make an importable module `bomb`; return the path of the file that its import creates."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "bomb.py").write_text(
         f"open({str(tmp_path / 'burst')!r}, 'w')\nboom = print\nclass Boom: pass\n"

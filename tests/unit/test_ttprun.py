@@ -60,7 +60,7 @@ BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "words"),
+    ("failing_code", "code", "cause"),
     [
         ("sys.exit(3)", 3, "rank 1 raised SystemExit: 3"),
         ("sys.exit(16)", 16, "rank 1 raised SystemExit: 16"),  # of Megatron-LM's --rerun-mode, as 17
@@ -73,19 +73,19 @@ BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what
     ],
 )
 def test_a_job_ends_with_the_code_of_the_worker_that_failed(
-    launcher: Launcher, what: str, code: int, words: str
+    launcher: Launcher, failing_code: str, code: int, cause: str
 ) -> None:
-    script = launcher.script(BY_RANK.format(rank=1, what=what, rest=WAIT))
+    script = launcher.script(BY_RANK.format(rank=1, what=failing_code, rest=WAIT))
     result = launcher.run(*TWO, script, code=code)
-    told = "nothing to save: no step has finished since this start: training had not begun on every rank"
-    assert result.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
-    if "two" in what:
+    outcome = "nothing to save: no step has finished since this start: training had not begun on every rank"
+    assert result.last_line == f"[ttp] {cause.format(script=launcher.folder / script)}; {outcome}"
+    if "two" in failing_code:
         assert "lines" in result.log, "all of it is said before"
 
 
 def test_a_note_on_an_exception_is_not_the_exception(launcher: Launcher) -> None:
-    what = "e = ValueError('boom'); e.__notes__ = ['a note']; raise e"
-    result = launcher.run(*ONE, launcher.script(BY_RANK.format(rank=0, what=what, rest="")))
+    failing_code = "e = ValueError('boom'); e.__notes__ = ['a note']; raise e"
+    result = launcher.run(*ONE, launcher.script(BY_RANK.format(rank=0, what=failing_code, rest="")))
     assert result.last_line.startswith("[ttp] rank 0 raised ValueError: boom; ")
 
 
@@ -146,8 +146,8 @@ def test_a_signal_that_comes_again_and_again(launcher: Launcher) -> None:
 
 @pytest.mark.robustness("A3", "a fault in a later step at each start", "all restarts are used")
 def test_a_job_that_makes_progress_uses_its_restarts(launcher: Launcher) -> None:
-    again = "if step == 2 * (1 + int(os.environ['TORCHELASTIC_RESTART_COUNT'])): raise ValueError"
-    result = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=again)))
+    failing_code = "if step == 2 * (1 + int(os.environ['TORCHELASTIC_RESTART_COUNT'])): raise ValueError"
+    result = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=failing_code)))
     assert (result.code, starts(result)) == (0, 5), result.log
 
 
@@ -174,7 +174,7 @@ waiting.exist(Path("here0"), Path("here1"))
     "no second start; one last line",
 )
 @pytest.mark.parametrize(
-    ("what", "code"),
+    ("mistake", "code"),
     [
         ("import argparse; argparse.ArgumentParser().parse_args(['--wings'])", 2),
         ("import no_such_module", 1),
@@ -184,16 +184,16 @@ waiting.exist(Path("here0"), Path("here1"))
     ],
     ids=["arguments", "import", "name", "syntax", "driver"],
 )
-def test_a_mistake_is_not_tried_again(what: str, code: int, launcher: Launcher) -> None:
-    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"), code=code)
+def test_a_mistake_is_not_tried_again(mistake: str, code: int, launcher: Launcher) -> None:
+    result = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{mistake}\n"), code=code)
     assert starts(result) == 2, "once on each rank"
     assert result.last_line.endswith("; not started again: another start would fail in the same way"), (
         result.log
     )
 
 
-def test_what_worked_once_is_no_mistake(launcher: Launcher) -> None:
-    """A file system that is away for a moment looks like a missing module."""
+def test_a_failed_import_after_a_good_start_is_no_mistake(launcher: Launcher) -> None:
+    """An unavailable file system looks like a missing module."""
     script = launcher.script(
         "import os, sys\n"
         "print('start', flush=True)\n"
@@ -226,8 +226,8 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     lines = [line for line in result.log.splitlines() if line.startswith("[ttp] ")]
     # The line of the first finished step comes from a worker, before or after that of the restart.
     protected = [line for line in lines if line.startswith("[ttp] protected from step ")]
-    begun = [f"[ttp] protected from step {step} (split; any 1 rank)" for step in (1, 3, 6)]
-    assert protected == begun, result.log
+    protected_lines = [f"[ttp] protected from step {step} (split; any 1 rank)" for step in (1, 3, 6)]
+    assert protected == protected_lines, result.log
     # Once, not at each start.
     restarts = (
         "[ttp] online recovery: no (its training loop cannot be called again); a fault restarts all ranks"
@@ -239,9 +239,9 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     for number, step in ((1, 2), (2, 5)):
         pid = re.findall(r"raised ValueError: (\d+);", result.log)[number - 1]
         report = re.escape(f"{launcher.folder}/logs/") + rf"[\dTZ]+-\d+/incidents/[\dTZ]+-{number}\.json"
-        who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
+        origin = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
         expected += [
-            rf"{utc}incident {number}, {who}, after step {step}, report {report}",
+            rf"{utc}incident {number}, {origin}, after step {step}, report {report}",
             (
                 rf"\[ttp\] rank 0 raised ValueError: {pid}; step {step} is saved, no finished step is lost; "
                 "all workers start again"
@@ -301,15 +301,15 @@ def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
 
 
 def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launcher) -> None:
-    what = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] no route')"
-    result = launcher.run(*ONE, launcher.script(what), code=1)
+    failing_code = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] no route')"
+    result = launcher.run(*ONE, launcher.script(failing_code), code=1)
     assert "Traceback (most recent call last):" in result.log
     assert result.last_line.startswith("[ttp] rank 0 raised RuntimeError: [gloo/")
 
 
 def test_a_death_while_torch_looks_at_its_workers(launcher: Launcher) -> None:
-    """In the moment between our look at them and torch's, which would end the survivors on the spot."""
-    before = """
+    """A worker dies between the adaptor's look and that of torch, which would end the survivors at once."""
+    prelude = """
 import os, signal
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 original = SubprocessContext._poll
@@ -321,16 +321,16 @@ def poll(self):
 SubprocessContext._poll = poll
 """
     script = launcher.script("import threading\nthreading.Event().wait(1)\n")
-    launcher.run(*TWO, script, prelude=before, code=0)
+    launcher.run(*TWO, script, prelude=prelude, code=0)
 
 
-def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, list[int]]:
+def start_and_find_workers(launcher: Launcher, prelude: str = "") -> tuple[int, list[int]]:
     script = launcher.script(
         "import os, time\n"
         "from pathlib import Path\n"
         "Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()} ')\n" + WAIT
     )
-    pid = launcher.start(*TWO, script, prelude=before)
+    pid = launcher.start(*TWO, script, prelude=prelude)
     files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
     waiting.written(launcher.folder, lambda: all(map(says_all, files)), "the workers run")
     waiting.until(lambda: _watches(pid) == len(files), "the agent knows that they have been started")
@@ -338,7 +338,7 @@ def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, l
 
 
 def _watches(pid: int) -> int:
-    """Of how many processes this one would learn that they have ended."""
+    """Return the number of processes whose end this process would notice."""
     return list(open_descriptors(pid).values()).count("anon_inode:[pidfd]")
 
 
@@ -350,8 +350,8 @@ def _watches(pid: int) -> int:
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launcher: Launcher) -> None:
     # Where the tests themselves run under nohup it would be ignored.
-    before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
-    pid, workers = start_and_find_workers(launcher, before)
+    prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    pid, workers = start_and_find_workers(launcher, prelude)
     os.kill(pid, by)
     result = launcher.wait(pid, code=128 + by)
     assert result.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
@@ -362,9 +362,9 @@ def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launche
 
 
 def test_signals_that_come_again_and_again_are_one(launcher: Launcher) -> None:
-    """Also those that come while the last line is told: it stays, and so does the exit code."""
-    before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
-    pid, workers = start_and_find_workers(launcher, before)
+    """Further signals while the last line is printed change neither the line nor the exit code."""
+    prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    pid, workers = start_and_find_workers(launcher, prelude)
     ttprun = os.pidfd_open(pid)
 
     def repeat() -> None:
@@ -404,8 +404,8 @@ def test_a_group_with_a_process_outside_of_the_job_has_torch_s_keys(launcher: La
     assert "True False" in result.log.splitlines()
 
 
-def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
-    """A worker that is stopped is not waited for any longer: it would not hear SIGTERM either."""
+def test_a_ttprun_without_time_left_does_not_save(launcher: Launcher) -> None:
+    """The agent stops waiting for a stopped worker, which would not receive SIGTERM either."""
     script = launcher.script(
         "import os\n"
         "from pathlib import Path\n"
@@ -417,8 +417,8 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
         "loop.step(11)\n"
         "Path('pid').write_text(f'{os.getpid()} ')\n" + WAIT
     )
-    said = {"TTP_LOG_LEVEL": "DEBUG", "TTP_LOG_STDOUT": "1"}
-    pid = launcher.start(*ONE, "--ttp-grace", "1", script, **said)
+    log_settings = {"TTP_LOG_LEVEL": "DEBUG", "TTP_LOG_STDOUT": "1"}
+    pid = launcher.start(*ONE, "--ttp-grace", "1", script, **log_settings)
     file = launcher.folder / "pid"
     waiting.written(launcher.folder, lambda: says_all(file), "the worker runs")
     knows = "rank 0: begins to train after step 10\n"

@@ -1,4 +1,4 @@
-"""The flags and settings of ttprun: its help, and what it refuses before anything starts."""
+"""The flags and settings of ttprun: the help, and refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_our_flags_after_the_script_are_named(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--help-all"])
 def test_help_shows_the_flags_of_both(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         ttprun.main([flag])
-    assert ended.value.code == 0
+    assert exited.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: ttprun")
     assert all(f"  {flag}" in shown for flag in ("--nproc-per-node", *(s.flag for s in config.settings())))
@@ -130,7 +130,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: training_script, training_script_args"),
         (
@@ -140,14 +140,14 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_wrong_flag_of_torchrun_is_two_lines(
-    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         ttprun.main(arguments)
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     usage, line = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: ttprun [flags] script.py")
-    assert line == f"ttprun: error: {why}"
+    assert line == f"ttprun: error: {message}"
 
 
 @pytest.mark.usefixtures("clean")
@@ -260,7 +260,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--no-python", "--ttp-enable=0", "--ttp-device=cpu"], "--no-python: TTP_DEVICE=cpu only reaches"),
     ],
 )
-def test_what_makes_no_sense_starts_nothing(
+def test_contradictory_flags_start_nothing(
     arguments: list[str],
     line: str,
     tmp_path: Path,
@@ -290,7 +290,7 @@ def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
         (["--log-dir", "/proc/logs"], "FileNotFoundError: [Errno 2] No such file or directory: '/proc/logs'"),
     ],
 )
-def test_what_torch_does_not_start(arguments: list[str], line: str, launcher: Launcher) -> None:
+def test_flags_that_torch_refuses(arguments: list[str], line: str, launcher: Launcher) -> None:
     result = launcher.run(*arguments, launcher.script("print('started')"), code=2)
     assert "Traceback" not in result.log
     assert result.last_line.startswith(f"ttprun: error: torch does not start: {line}")
@@ -306,11 +306,11 @@ def test_a_network_interface_that_is_not_there(
     (tmp_path / "script.py").touch()
     assert ttprun.main(["script.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    said = (
+    beginning = (
         f"ttprun: error: GLOO_SOCKET_IFNAME is '{named}': this node has no network interface 'eth99', it has "
     )
-    assert line.startswith(said)
-    assert "lo" in line.removeprefix(said)
+    assert line.startswith(beginning)
+    assert "lo" in line.removeprefix(beginning)
 
 
 def test_the_label_of_an_address_is_an_interface_for_gloo() -> None:

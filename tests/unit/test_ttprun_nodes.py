@@ -88,21 +88,23 @@ def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launche
     )
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["one signer", "two signers"])
-def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Of one signer they train; of two, the one that comes says why it does not, in its last line."""
+@pytest.mark.parametrize("same_signer", [True, False], ids=["one signer", "two signers"])
+def test_two_nodes_with_certificates(
+    same_signer: bool, zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """With one signer both nodes train; with two, the last line of the second node names the reason."""
     authority = Authority(tmp_path / "ours")
-    signers = [authority, authority if same else Authority(tmp_path / "theirs")]
+    signers = [authority, authority if same_signer else Authority(tmp_path / "theirs")]
     ports = [str(port) for port in free_ports(2)]
     nodes, started = [], []
     for number, signer in enumerate(signers):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
-        options = (*where, "--ttp-port", ports[1], "--monitor-interval", "0.05")
+        rendezvous = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
+        options = (*rendezvous, "--ttp-port", ports[1], "--monitor-interval", "0.05")
         script = node.script("print('trained')")
         started.append(node.start(*options, script, **signer.settings(f"node{number}")))
-    if same:
+    if same_signer:
         assert [node.wait(pid).code for node, pid in zip(nodes, started, strict=True)] == [0, 0]
         return
     result = nodes[1].wait(started[1])
@@ -124,50 +126,50 @@ def test_the_secret_of_a_job_is_seen_nowhere(way: str, zygote: subprocess.Popen[
     for number in (0, 1):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
+        rendezvous = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
         script = node.script(
             "import os\nfrom pathlib import Path\nfrom tests import waiting\n"
             "Path('here').write_text(f'{os.getpid()} ')\nwaiting.exist(Path('../go'))\n"
         )
         plain = ("--ttp-tls", "plain") if way == "plain" else ()
         options = (*plain, "--ttp-port", ports[1], "--ttp-log-level", "DEBUG", "--ttp-log-stdout", "1")
-        started.append(node.start(*where, "--monitor-interval", "0.05", *options, script))
+        started.append(node.start(*rendezvous, "--monitor-interval", "0.05", *options, script))
     waiting.written(
         tmp_path, lambda: all(says_all(node.folder / "here") for node in nodes), "the workers run"
     )
     store = dist.TCPStore("127.0.0.1", int(ports[0]), is_master=False)
-    told = Invitation.decode(store.get("none/ttp/1/ttp/controller"), way)
-    secret = told.name
+    invitation = Invitation.decode(store.get("none/ttp/1/ttp/controller"), way)
+    secret = invitation.name
     if way == "plain":
         assert len(secret) == 64, "it goes through the store"
         # Knocks without it are told in the log.
         socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S).close()
     else:
-        assert told.port == 0
+        assert invitation.port == 0
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S)
     workers = [int((node.folder / "here").read_text()) for node in nodes]
-    seen = [
+    readable = [
         Path(f"/proc/{pid}/{name}").read_bytes()
         for pid in (*started, *workers)
         for name in ("environ", "cmdline")
     ]
     (tmp_path / "go").touch()
-    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
-    assert [each.code for each in ended] == [0, 0]
-    assert [ttprun.TRUSTED in each.log for each in ended] == [way == "plain"] * 2
+    results = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    assert [result.code for result in results] == [0, 0]
+    assert [ttprun.TRUSTED in result.log for result in results] == [way == "plain"] * 2
     if way == "unix":
         return
     logs = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert any(b"1 rejected connections at the controller's port so far" in log for log in logs)
     assert not any(
-        form in text for form in (secret.encode(), bytes.fromhex(secret)) for text in (*seen, *logs)
+        form in text for form in (secret.encode(), bytes.fromhex(secret)) for text in (*readable, *logs)
     )
 
 
 def test_a_port_that_another_job_has(launcher: Launcher) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as foreign_server:
+        port = str(foreign_server.getsockname()[1])
         result = launcher.run("--master-port", port, launcher.script("print('started')"), code=2)
     assert result.last_line == (
         f"ttprun: error: the port of 127.0.0.1:{port} is taken on this machine: another job has it, or what"
@@ -263,13 +265,17 @@ def test_nodes_that_are_awaited(
     port = free_port()
     options = [text.format(port=port) for text in arguments]
     pid = launcher.start(*options, launcher.script("print('started')"), prelude=HEARS_CTRL_C)
-    waits = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
-    waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    waiting_line = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
+    waiting.written(launcher.folder, lambda: launcher.log.endswith(waiting_line), "it says for whom it waits")
     os.kill(pid, by)
     result = launcher.wait(pid, code=128 + by)
-    said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started"
+    last_line = (
+        f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started"
+    )
     # On a slow machine a line has come before this node has met anybody, too.
-    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
+    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [
+        last_line
+    ]
 
 
 @pytest.mark.robustness(
@@ -292,20 +298,22 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     port = free_port()
     options = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(port))
     pid = launcher.start(*options, launcher.script("print('started')"), prelude=HEARS_CTRL_C + second)
-    waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
-    waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    waiting_line = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
+    waiting.written(launcher.folder, lambda: launcher.log.endswith(waiting_line), "it says for whom it waits")
     os.kill(pid, by)
     result = launcher.wait(pid, code=128 + by)
-    said = (
+    last_line = (
         f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started"
     )
     # On a slow machine a line has come before this node has met anybody, too.
-    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
+    assert [text for text in result.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [
+        last_line
+    ]
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) -> None:
-    """The thread that waits is there already; it would abort the interpreter at its end."""
+    """The waiting thread has started already; it would abort the interpreter at its end."""
     interrupted = (
         "\nimport threading\nstart = threading.Thread.start\n"
         "def started(thread):\n"
@@ -314,9 +322,9 @@ def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) ->
         f"        signal.raise_signal({by:d})\n"
         "threading.Thread.start = started\n"
     )
-    where = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
+    rendezvous = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
     result = launcher.run(
-        *where, launcher.script("print('started')"), prelude=HEARS_CTRL_C + interrupted, code=128 + by
+        *rendezvous, launcher.script("print('started')"), prelude=HEARS_CTRL_C + interrupted, code=128 + by
     )
     assert result.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
     assert result.log.endswith("; nothing was started\n")
@@ -331,9 +339,9 @@ def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -
     for number in (0, 1):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", str(port))
+        rendezvous = ("--nnodes", "2", "--node-rank", str(number), "--master-port", str(port))
         options = ("--ttp-port", str(gate), "--monitor-interval", "0.05")
-        started.append(node.start(*where, *options, node.script("print('trained')")))
+        started.append(node.start(*rendezvous, *options, node.script("print('trained')")))
         if number == 0:
             waiting.written(
                 nodes[0].folder, lambda: "waiting for node 1 of 2 at " in nodes[0].log, "node 0 waits"
@@ -347,22 +355,28 @@ def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -
     "A4", "a node waits to be taken into a job, and that ends", "one line says so, and the exit code is 1"
 )
 def test_a_node_that_comes_too_late(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Of this script nothing is known, so the node would be taken in at the next restart."""
+    """The script is unprotected so far, so the node would be accepted at the next restart."""
     port, gate = free_ports(2)
     nodes, started = [], []
     text = (
         "from pathlib import Path\nfrom tests import waiting\n"
         "Path('here').write_text(' ')\nwaiting.exist(Path('../go'))\n"
     )
-    waits = f"[ttp] waiting for the job at localhost:{port}, which trains, to take this node in\n"
+    waiting_line = f"[ttp] waiting for the job at localhost:{port}, which trains, to take this node in\n"
     for number in (0, 1):
         (tmp_path / f"node{number}").mkdir()
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
-        where = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+        rendezvous = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
         options = ("--ttp-port", str(gate), "--monitor-interval", "0.05")
-        started.append(node.start(*where, "--rdzv-conf", "last_call_timeout=1", *options, node.script(text)))
-        seen = (lambda: says_all(nodes[0].folder / "here")) if number == 0 else lambda: waits in nodes[1].log
-        waiting.written(tmp_path, seen, "the first one trains, the other waits")
+        started.append(
+            node.start(*rendezvous, "--rdzv-conf", "last_call_timeout=1", *options, node.script(text))
+        )
+        is_ready = (
+            (lambda: says_all(nodes[0].folder / "here"))
+            if number == 0
+            else lambda: waiting_line in nodes[1].log
+        )
+        waiting.written(tmp_path, is_ready, "the first one trains, the other waits")
     (tmp_path / "go").touch()
     first, late = (node.wait(pid) for node, pid in zip(nodes, started, strict=True))
     assert first.code == 0, first.log
@@ -388,7 +402,7 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
     "both nodes end, with the same code",
 )
 @pytest.mark.parametrize(
-    ("what", "code", "count", "words"),
+    ("failing_code", "code", "count", "ending"),
     [
         (
             "raise OSError",
@@ -404,13 +418,13 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
     ids=["again", "mistake"],
 )
 def test_no_node_starts_again(
-    what: str, code: int, count: int, words: str, zygote: subprocess.Popen[str], tmp_path: Path
+    failing_code: str, code: int, count: int, ending: str, zygote: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    nodes, started = start_two(zygote, tmp_path, f"print('start', flush=True)\n{what}\n")
+    nodes, started = start_two(zygote, tmp_path, f"print('start', flush=True)\n{failing_code}\n")
     for node, pid in zip(nodes, started, strict=True):
         result = node.wait(pid)
         assert (result.code, starts(result)) == (code, count), result.log
-        assert result.last_line.endswith(words), result.log
+        assert result.last_line.endswith(ending), result.log
     # c10d says which of them has the controller.
     assert sum(", before training, report on node 0" in node.log for node in nodes) == 1
     assert sum(f", before training, report {node.folder}/logs/" in node.log for node in nodes) == 1
@@ -421,7 +435,7 @@ def test_no_node_starts_again(
     "a node is lost, and nobody comes in its place; Ctrl-C",
     "a line names what is missing; the last line has the verdict, and what it waited for",
 )
-def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_lost_node_is_not_replaced(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
     nodes, started = start_two(zygote, tmp_path, text)
     waiting.written(
@@ -429,18 +443,18 @@ def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path:
     )
     os.kill(started[1], signal.SIGKILL)
     nodes[1].wait(started[1])
-    where, verdict = "1 more of 2 nodes at localhost:", "[ttp] node 1 is lost; "
+    awaited, verdict = "1 more of 2 nodes at localhost:", "[ttp] node 1 is lost; "
 
     def since_the_verdict() -> str:  # on a slow machine the other one was awaited at the start, too
         return nodes[0].log.partition(verdict)[2]
 
-    waits = f"[ttp] waiting for {where}"
-    waiting.written(tmp_path, lambda: waits in since_the_verdict(), "it says for whom it waits")
+    waiting_line = f"[ttp] waiting for {awaited}"
+    waiting.written(tmp_path, lambda: waiting_line in since_the_verdict(), "it says for whom it waits")
     os.kill(started[0], signal.SIGINT)
     result = nodes[0].wait(started[0])
     assert result.code == 128 + signal.SIGINT, result.log
     assert result.last_line.startswith(f"{verdict}nothing to save: "), result.log
-    assert f"; ended by SIGINT while it waited for {where}" in result.last_line
+    assert f"; ended by SIGINT while it waited for {awaited}" in result.last_line
     assert "Traceback" not in result.log
 
 
@@ -462,7 +476,7 @@ store._barrier_nonblocking = enter_and_wait
 
 
 def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Else torch prints a traceback on another node at the end of a job that has come to its end."""
+    """Otherwise torch prints a traceback on another node after a successful job."""
     go, host = tmp_path / "go", tmp_path / "host"
     text = f"from pathlib import Path\nfrom tests import waiting\nwaiting.exist(Path({str(go)!r}))\n"
     slow = IS_SLOW_AT_THE_END.replace("HOST", str(host))
@@ -477,7 +491,7 @@ def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
-    """It is node 0, though both are on the machine of the store; the other node takes over and saves."""
+    """Node 0 runs on the machine of the store, as does the other node, which takes over and saves."""
     text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
     nodes, started = start_two(zygote, tmp_path, text, host)
     waiting.written(

@@ -1,4 +1,4 @@
-"""The script of a job as ttprun runs it: what it sees, and whose modules it imports."""
+"""The environment of a job's script under ttprun, and the origin of its modules."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tests.unit.nodes import ROOT
 __all__ = ["launcher", "zygote"]
 
 
-def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
+def test_a_script_has_the_same_environment_as_under_python(launcher: Launcher) -> None:
     (launcher.folder / "deep").mkdir()
     arguments = ["--step=1", "-x", "--", "--nproc", "a b", ""]
     launcher.run(
         *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44", code=0
     )
     for rank in (0, 1):
-        seen = launcher.seen(rank)
-        assert seen["argv"] == ["deep/look.py", *arguments]
-        assert seen["name"] == "__main__"
-        assert seen["main"]
-        assert seen["file"] == str(launcher.folder / "deep/look.py")
-        assert seen["path"] == str(launcher.folder / "deep")
-        assert seen["env"]["TTP_OT"] == "33"
-        assert seen["env"]["WORLD_SIZE"] == "2"
-        assert "adaptor.worker.runtime" in seen["modules"]
-        assert "torch" not in seen["modules"], "that is for the script to import"
+        observed = launcher.seen(rank)
+        assert observed["argv"] == ["deep/look.py", *arguments]
+        assert observed["name"] == "__main__"
+        assert observed["main"]
+        assert observed["file"] == str(launcher.folder / "deep/look.py")
+        assert observed["path"] == str(launcher.folder / "deep")
+        assert observed["env"]["TTP_OT"] == "33"
+        assert observed["env"]["WORLD_SIZE"] == "2"
+        assert "adaptor.worker.runtime" in observed["modules"]
+        assert "torch" not in observed["modules"], "that is for the script to import"
     assert list((launcher.folder / "logs").glob("*.log")) == [], "there was nothing to say"
 
 
 @pytest.mark.robustness("A7", "a script asks where it is, and what it was called", "as under torchrun")
-@pytest.mark.parametrize("how", ["relative", "absolute", "a link", "a module", "a package"])
-def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> None:
+@pytest.mark.parametrize("kind", ["relative", "absolute", "a link", "a module", "a package"])
+def test_a_script_has_the_same_identity_as_under_torchrun(kind: str, launcher: Launcher) -> None:
     (launcher.folder / "pack").mkdir()
     launcher.script("", "pack/__init__.py")
     launcher.script(LOOK, "pack/__main__.py")
@@ -48,12 +48,12 @@ def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> 
         "a link": ["link.py"],
         "a module": ["-m", "pack.look"],
         "a package": ["-m", "pack"],
-    }[how]
-    seen = []
+    }[kind]
+    observed = []
     for enabled in ("True", "False"):
         launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x", code=0)
-        seen.append({name: what for name, what in launcher.seen().items() if name in LIKE_TORCHRUN})
-    assert seen[0] == seen[1]
+        observed.append({name: value for name, value in launcher.seen().items() if name in LIKE_TORCHRUN})
+    assert observed[0] == observed[1]
 
 
 LIKE_TORCHRUN = ("argv", "name", "file", "spec", "package", "loader", "code", "path", "main")
@@ -67,10 +67,10 @@ def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None
     launcher.script("", "package/__init__.py")
     launcher.script(LOOK, "package/look.py")
     launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env, code=0)
-    seen = launcher.seen()
-    assert seen["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
-    assert seen["name"] == "__main__"
-    assert seen["path"] == str(launcher.folder)
+    observed = launcher.seen()
+    assert observed["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
+    assert observed["name"] == "__main__"
+    assert observed["path"] == str(launcher.folder)
 
 
 # Files of the working directory with the names of modules: of Python, of what the adaptor uses, and its own.
@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
 
 def _foreign(folder: Path, names: tuple[str, ...] = FOREIGN) -> None:
-    """Modules that leave a line when they are imported, and end who imports them."""
+    """Write modules that note their import and end the importing process."""
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         note = f"open({str(folder / 'imported')!r}, 'a').write('{name} ')"
@@ -155,9 +155,9 @@ def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
     run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe}, code=0)
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert [seen[where][0] for where in expected] == [expected[where][0] for where in expected]
-    files = {**seen["here"][1], **seen["child"][1]}.values()
+    observed = json.loads((tmp_path / "seen").read_text())
+    assert [observed[process][0] for process in expected] == [expected[process][0] for process in expected]
+    files = {**observed["here"][1], **observed["child"][1]}.values()
     assert not [file for file in files if Path(file).is_relative_to(tmp_path)]
 
 
@@ -181,8 +181,8 @@ def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path:
     ttprun_script = str(Path(sys.executable).with_name("ttprun"))
     run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script", code=0)
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert (seen["here"][0], seen["child"]) == (expected["here"][0], expected["child"])
+    observed = json.loads((tmp_path / "seen").read_text())
+    assert (observed["here"][0], observed["child"]) == (expected["here"][0], expected["child"])
 
 
 @pytest.mark.robustness(
@@ -207,19 +207,19 @@ def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
 )
 def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> None:
     script = launcher.script("import sys\nprint('trained')\n")
-    before = "import sys; sys.path.append('others')"
-    assert "distribution" not in launcher.run(*TWO, script, prelude=before).log
+    prelude = "import sys; sys.path.append('others')"
+    assert "distribution" not in launcher.run(*TWO, script, prelude=prelude).log
     info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
-    result = launcher.run(*TWO, script, prelude=before, code=0)
+    result = launcher.run(*TWO, script, prelude=prelude, code=0)
     (line,) = (line for line in result.log.splitlines() if "distribution" in line)
     assert line == (
         "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
         " overwrites files of the other; uninstall both, then install the adaptor again: pip install . in the"
         " folder of its sources"
     )
-    replaced = launcher.run(*TWO, script, prelude=f"{before}; import adaptor; del adaptor.enable")
+    replaced = launcher.run(*TWO, script, prelude=f"{prelude}; import adaptor; del adaptor.enable")
     assert (replaced.code, len(replaced.log.splitlines())) == (2, 1)
     assert replaced.last_line.startswith(
         "ttprun: error: adaptor/__init__.py is not that of ttp-adaptor, the distribution adaptor 0.2.5 has"
@@ -231,27 +231,27 @@ def test_a_folder_as_the_script(launcher: Launcher) -> None:
     (launcher.folder / "job").mkdir()
     launcher.script(LOOK, "job/__main__.py")
     launcher.run(*ONE, "job", "-x", code=0)
-    seen = launcher.seen()
-    assert (seen["argv"], seen["path"]) == (["job", "-x"], "job")
-    assert str(launcher.folder) not in seen["paths"], "as under python itself"
+    observed = launcher.seen()
+    assert (observed["argv"], observed["path"]) == (["job", "-x"], "job")
+    assert str(launcher.folder) not in observed["paths"], "as under python itself"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
 def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
-    """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
+    """The first entry of the path is that of PYTHONPATH, not the folder that `python -m` adds."""
     launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1", code=0)
-    seen = launcher.seen()
-    assert str(launcher.folder) not in seen["paths"], "as under python itself"
-    assert str(ROOT) in seen["paths"]
+    observed = launcher.seen()
+    assert str(launcher.folder) not in observed["paths"], "as under python itself"
+    assert str(ROOT) in observed["paths"]
 
 
 def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
     script = launcher.script(LOOK)
     launcher.run(*ONE, "--ttp-enable", "False", script, "-x", code=0)
-    seen = launcher.seen()
-    assert seen["modules"] == [], "nothing of the adaptor is imported"
-    assert seen["argv"] == [script, "-x"]
-    assert set(seen["env"]) == {"ENABLE_TTP", "WORLD_SIZE"}
+    observed = launcher.seen()
+    assert observed["modules"] == [], "nothing of the adaptor is imported"
+    assert observed["argv"] == [script, "-x"]
+    assert set(observed["env"]) == {"ENABLE_TTP", "WORLD_SIZE"}
 
 
 def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> None:
@@ -274,9 +274,9 @@ def test_switched_off_a_program_need_not_be_python(launcher: Launcher) -> None:
 
 def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
     launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu", code=0)
-    seen = launcher.seen()
-    assert "adaptor.devices.cpu" in seen["modules"]
-    others = (
+    observed = launcher.seen()
+    assert "adaptor.devices.cpu" in observed["modules"]
+    packages = (
         "adaptor.protocol",
         "adaptor.controller",
         "adaptor.worker",
@@ -284,21 +284,21 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
         "adaptor.launchers",
         "adaptor.patches.megatron",
     )
-    assert [name for name in seen["modules"] if name.startswith(others)] == []
-    assert seen["argv"] == ["script.py", "-x"]
+    assert [name for name in observed["modules"] if name.startswith(packages)] == []
+    assert observed["argv"] == ["script.py", "-x"]
 
 
 DOCTOR = ("-m", "adaptor.launchers.cli.ttp", "doctor", "--write-mib", "1")
 
 
 def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:
-    """So each node of a job is looked at by whatever starts ttprun there: once, and nothing is left."""
+    """Every node of a job is checked once by the program that starts ttprun; no files are left."""
     result = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu", code=0)
     assert result.log.count(" checks, 0 failed") == 1
     assert [path.name for path in launcher.folder.iterdir()] == ["log"], "no log folder, no save folder"
 
 
-def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> None:
+def test_the_findings_of_the_doctor_decide_the_exit_code(launcher: Launcher) -> None:
     result = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77", code=1)
     assert result.last_line.endswith(" checks, 1 failed")
 

@@ -1,4 +1,4 @@
-"""The twin check on one rank: its effect on the update window, and how ranks agree on the interval."""
+"""The twin check on one rank: its effect on the update window, and the agreement on the interval."""
 
 from __future__ import annotations
 

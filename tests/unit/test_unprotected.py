@@ -1,4 +1,4 @@
-"""A script under ttprun that trains, and does not tell the adaptor of it."""
+"""A script under ttprun that trains without the adaptor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _lines(log: str) -> list[str]:
 
 
 class WarmLauncher(Launcher):
-    """Its ttprun and its workers are forks that have torch imported (`tests/faults/warm.py`)."""
+    """Starts ttprun and its workers as forks that have torch imported (`tests/faults/warm.py`)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(None, folder)
@@ -120,7 +120,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 @pytest.mark.parametrize("script", [SPAWNS, FORKS], ids=["spawned", "forked"])
 def test_a_child_of_a_worker_does_not_take_its_place(script: str, launcher: Launcher) -> None:
-    """It would write on the rank's board, and wait for ever for the lock that says that the rank lives."""
+    """The child would write on the rank's board, and wait for ever for the lock of the living rank."""
     launcher.script(CHILD, "child.py")
     result = launcher.run(*ONE, launcher.script(script), code=0)
     assert result.log.count("this process was not started by ttprun itself, but by the script of a rank") == 1
@@ -217,20 +217,22 @@ FRAMEWORK = (
 )
 def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(TRAIN.format(start=FRAMEWORK, end=""))
-    said = "NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM; install a plug-in"
+    message = (
+        "NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM; install a plug-in"
+    )
     result = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1", code=2)
-    assert result.last_line.startswith(f"ttprun: error: {said}")
+    assert result.last_line.startswith(f"ttprun: error: {message}")
     assert "TTP_REQUIRE_PROTECTION=False" in result.last_line
     result = warm_launcher.run(*ONE, script, "9", code=0)
     (line,) = _lines(result.log)
-    assert line.startswith(f"[ttp] {said}")
+    assert line.startswith(f"[ttp] {message}")
 
 
 @pytest.mark.robustness(
     "A1", "a framework's script makes warm-up updates of an own optimizer", "one line, and it goes on"
 )
 @pytest.mark.parametrize(("updates", "lines"), [("9", 1), ("2", 0)], ids=["training", "of nothing"])
-def test_what_a_framework_s_script_trains_besides_is_said(
+def test_an_extra_optimizer_in_a_framework_s_script_is_reported(
     warm_launcher: Launcher, updates: str, lines: int
 ) -> None:
     result = warm_launcher.run(
@@ -371,7 +373,7 @@ def test_where_nothing_watches_the_watchdogs_are_torch_s(warm_launcher: Launcher
     assert result.log.count("call adaptor.enable() in the script") == 0
 
 
-def test_who_enables_too_late_hears_what_to_do(warm_launcher: Launcher) -> None:
+def test_a_late_enable_is_reported_with_a_remedy(warm_launcher: Launcher) -> None:
     script = warm_launcher.script(SHOW.format(start=HCCL))
     result = warm_launcher.run(*ONE, script, code=0)
     assert result.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
@@ -384,8 +386,8 @@ dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 """
 
 
-def test_watchdogs_that_run_already_stay_what_they_are(warm_launcher: Launcher) -> None:
-    """torch reads the variables when groups are made; what comes later must not say anything else."""
+def test_running_watchdogs_stay_unchanged(warm_launcher: Launcher) -> None:
+    """torch reads the variables when groups are made; the variables must not change afterwards."""
     script = SHOW.format(start=MEETS + ENABLES)
     result = warm_launcher.run(*ONE, warm_launcher.script(script), **{NAMES[2]: "2"}, code=0)
     assert result.log.splitlines()[-1] == "1 None 2"
@@ -396,13 +398,13 @@ def test_watchdogs_that_run_already_stay_what_they_are(warm_launcher: Launcher) 
 def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) -> None:
     result = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value}, code=0)
     assert result.log.splitlines().count("0 0 0") == 2
-    said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
-    assert result.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
+    message = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
+    assert result.log.count(message) == (value != "1"), "1 is what torch elastic itself sets"
     assert NAMES[2] not in result.log
 
 
 @pytest.mark.parametrize(
-    ("before", "environment", "said"),
+    ("prelude", "environment", "message"),
     [
         ("watchdogs.switch_off()", {"TORCH_NCCL_DESYNC_DEBUG": "1"}, "0 True\n\n"),
         ("", {}, "None False\nthe watchdog of NCCL or HCCL is on, and would end the survivors\n"),
@@ -414,13 +416,13 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
     ],
 )
 def test_over_nccl_only_without_its_watchdog_a_job_recovers_online(
-    before: str, environment: dict[str, str], said: str
+    prelude: str, environment: dict[str, str], message: str
 ) -> None:
     completed = warm.run(
-        [sys.executable, "-c", ON.format(before=before)],
+        [sys.executable, "-c", ON.format(before=prelude)],
         env={**os.environ, "RANK": "0", "TTP_HANG": "600", **environment},
     )
-    assert said in completed.stdout, completed.stderr
+    assert message in completed.stdout, completed.stderr
     assert ("[ttp] TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog" in completed.stderr) == (
         environment == DETAIL
     )

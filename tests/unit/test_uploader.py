@@ -54,19 +54,21 @@ __all__ = ["faults", "server", "url"]
         ([-30], 50, 20, False, [30]),
     ],
 )
-def test_what_is_due(
+def test_the_checkpoint_that_is_due(
     steps: list[int], last: int | None, every: int, at_end: bool, expected: list[int] | None
 ) -> None:
-    """A negative number stands for last words; the last of those expected is sent, the others are skipped."""
+    """A negative number stands for last words; the last expected checkpoint is sent, the others are
+    skipped.
+    """
     saved = [Saved(abs(step), step < 0) for step in steps]
     chosen = due(saved, last, every, at_end=at_end)
-    assert (chosen and [one.step for one in (*chosen.skipped, chosen.saved)]) == expected
+    assert (chosen and [entry.step for entry in (*chosen.skipped, chosen.saved)]) == expected
 
 
 class Sender:
-    """The process, and what it has said."""
+    """The sending process with its output."""
 
-    def __init__(self, url: str, endpoint: str, save: Path, **more: int) -> None:
+    def __init__(self, url: str, endpoint: str, save: Path, **settings: int) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(STORE), "send"],
             stdin=subprocess.PIPE,
@@ -75,7 +77,15 @@ class Sender:
             env={**os.environ, **object_store.CREDENTIALS},
         )
         self.tell(
-            {"url": url, "endpoint": endpoint, "save": str(save), "every": 1, "keep": 0, "rate": 0, **more}
+            {
+                "url": url,
+                "endpoint": endpoint,
+                "save": str(save),
+                "every": 1,
+                "keep": 0,
+                "rate": 0,
+                **settings,
+            }
         )
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -88,11 +98,11 @@ class Sender:
         return self.process.stdout.readline().rstrip()
 
     def ends(self) -> str:
-        """Wait for its end; return what it had not said before."""
+        """Wait for the end of the process; return its unread output."""
         assert self.process.stdout is not None
-        rest = self.process.stdout.read()
+        unread = self.process.stdout.read()
         assert self.process.wait() == 0
-        return rest
+        return unread
 
 
 @pytest.fixture
@@ -100,8 +110,8 @@ def start() -> Iterator[Callable[..., Sender]]:
     """Start processes, as `Sender` does, that do not outlive the test."""
     with contextlib.ExitStack() as stack:
 
-        def started(*arguments: Any, **more: int) -> Sender:
-            sender = Sender(*arguments, **more)
+        def started(*arguments: Any, **settings: int) -> Sender:
+            sender = Sender(*arguments, **settings)
             stack.enter_context(sender.process)
             stack.callback(sender.process.kill)
             return sender
@@ -114,7 +124,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
-def test_what_is_saved_is_sent_and_old_ones_are_removed(
+def test_saves_are_sent_and_old_checkpoints_removed(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
     store = open_store(url, server)
@@ -137,12 +147,12 @@ def test_what_is_saved_is_sent_and_old_ones_are_removed(
 
 
 @pytest.mark.parametrize(
-    ("between", "words"),
+    ("between", "line"),
     [((20, 30), "steps 20, 30, because {} their turn"), ((20,), "step 20, because {} its turn")],
 )
 def test_a_slow_store_gets_the_newest(
     between: tuple[int, ...],
-    words: str,
+    line: str,
     url: str,
     server: str,
     faults: FaultProxy,
@@ -159,7 +169,7 @@ def test_a_slow_store_gets_the_newest(
     faults.fault = lambda number, method, path: ""
     faults.release.set()
     assert "step 10 is in" in sender.line()
-    assert f" {words.format('step 40 was saved before')} came" in sender.line()
+    assert f" {line.format('step 40 was saved before')} came" in sender.line()
     assert "step 40 is in" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
@@ -169,7 +179,7 @@ def test_a_slow_store_gets_the_newest(
 def test_last_words_go_first(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """They come while an older checkpoint is sent, of which one piece has ten minutes to wait."""
+    """Last words arrive while an older checkpoint is sent, with one piece that has to wait ten minutes."""
     save(root, 10, first=3 * PIECE)
     faults.begin(lambda number, method, path: "hold before" if "partNumber=1" in path else "")
     sender = start(url, faults.url, root, rate=PIECE // 600)
@@ -182,7 +192,7 @@ def test_last_words_go_first(
     assert "step 12 is in" in sender.line()
     assert sender.ends() == ""
     store = open_store(url, server)
-    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [12]
+    assert [entry.saved_manifest.step for entry in catalog.newest_first(store, None, [])] == [12]
     assert store.multipart is not None
     assert store.multipart.begun() == [], "what was left leaves nothing behind"
 
@@ -196,7 +206,7 @@ def test_a_large_file_is_gone_on_with_by_the_next_job(
     sender = start(url, faults.url, root)
     assert faults.held.wait(60)
     store = open_store(url, faults.url).identity
-    noted = lambda: [set(one.parts) for one in large_file.all_of(root, store)]  # noqa: E731
+    noted = lambda: [set(file.parts) for file in large_file.all_of(root, store)]  # noqa: E731
     waiting.until(lambda: noted() == [{1, 2, 3}], "the others are there")
     sender.tell({"within_s": 0})
     assert "TTP_GRACE is over" in sender.ends()
@@ -216,17 +226,17 @@ def test_a_store_that_is_down_is_said_once_and_tried_again(
     sender = start(url, faults.url, root)
     assert "no step of this job is in" in (line := sender.line())
     assert "does not allow these credentials to write" in line
-    seen = len(faults.requests)
-    waiting.until(lambda: len(faults.requests) > seen + 4, "it is tried again")
+    requests_before = len(faults.requests)
+    waiting.until(lambda: len(faults.requests) > requests_before + 4, "it is tried again")
     faults.fault = lambda number, method, path: ""
     assert "step 10 is in" in sender.line()
     faults.fault = lambda number, method, path: "403" if method == "PUT" else ""
     save(root, 20)
     assert "only step 10 of this job is in" in sender.line()
     sender.tell({"within_s": None})
-    rest = sender.ends()
-    assert rest.startswith(f"[ttp] step 20 is only in {root}, not in {url}: ")
-    assert "does not allow these credentials" in rest
+    last_lines = sender.ends()
+    assert last_lines.startswith(f"[ttp] step 20 is only in {root}, not in {url}: ")
+    assert "does not allow these credentials" in last_lines
 
 
 def test_a_store_that_stays_down_does_not_keep_the_job_from_its_end(
@@ -243,10 +253,10 @@ def test_a_store_that_stays_down_does_not_keep_the_job_from_its_end(
     assert len(sent()) <= 7
 
 
-def test_what_a_job_saves_after_it_has_gone_back_is_sent_and_stays(
+def test_saves_after_a_step_back_are_sent_and_stay(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """Later steps of the attempt before are in the folder and in the store."""
+    """The folder and the store have later steps of the attempt before."""
     store = open_store(url, server)
     for step in (10, 20, 30, 40):
         save(root, step)
@@ -265,10 +275,10 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_and_stays(
     assert catalog.steps(store) == [20, 25, 40, 50]
 
 
-def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too(
+def test_saves_after_a_step_back_are_sent_by_the_next_process_too(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """Later steps of the attempt before are in the folder and in the store when that process begins."""
+    """The folder and the store have later steps of the attempt before when the process begins."""
     store = open_store(url, server)
     for step in (10, 20, 30, 40):
         save(root, step)
@@ -277,8 +287,8 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too
     save(root, 25, "another1", last_words=True)
     sender = start(url, server, root)
     sender.tell({"within_s": None})
-    later, sent = sender.ends().splitlines()
-    assert f"holds step 40, later than step 25 of {root}" in later
+    later_line, sent = sender.ends().splitlines()
+    assert f"holds step 40, later than step 25 of {root}" in later_line
     assert "step 25 is in" in sent
     assert catalog.steps(store) == [10, 20, 25, 30, 40]
 
@@ -286,7 +296,7 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too
 def test_a_checkpoint_that_is_removed_while_it_is_sent_does_not_count(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """As with --save-retain-interval, by which Megatron removes a step when it has saved the next one."""
+    """With --save-retain-interval Megatron removes a step after the save of the next step."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     folder = save(root, 10)
     sender = start(url, faults.url, root, every=20)
@@ -308,7 +318,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_sent_does_not_count(
     assert sender.ends() == ""
 
 
-def test_what_was_sent_before_is_found_when_the_store_answers_again(
+def test_earlier_uploads_are_found_when_the_store_answers_again(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
     save(root, 10)
@@ -330,23 +340,24 @@ def test_what_was_sent_before_is_found_when_the_store_answers_again(
     assert sender.ends() == ""
 
 
-@pytest.mark.parametrize("how", ["grace", "killed"])
-def test_what_cannot_be_sent_in_time_is_said(
-    how: str, url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+@pytest.mark.parametrize("ended_by", ["grace", "killed"])
+def test_a_checkpoint_that_cannot_be_sent_in_time_is_reported(
+    ended_by: str, url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     save(root, 10)
     sender = start(url, faults.url, root)
     assert faults.held.wait(60)
-    if how == "grace":
+    if ended_by == "grace":
         sender.tell({"within_s": 0.1})
     else:
         assert sender.process.stdin is not None
         sender.process.stdin.close()
-    why = "TTP_GRACE is over" if how == "grace" else "ttprun has ended"
+    reason = "TTP_GRACE is over" if ended_by == "grace" else "ttprun has ended"
     command = f"TTP_STORE_ENDPOINT={faults.url} ttp store push {url} {root} --step 10"
     assert (
-        sender.ends() == f"[ttp] step 10 is only in {root}, not in {url}: {why}; this sends it: {command}\n"
+        sender.ends()
+        == f"[ttp] step 10 is only in {root}, not in {url}: {reason}; this sends it: {command}\n"
     )
     assert catalog.places(open_store(url, server), 10)[0] == []
 
@@ -366,10 +377,10 @@ def test_a_store_with_later_steps_is_named(
     assert sender.ends() == ""
 
 
-def test_a_later_step_that_no_pull_would_bring_is_not_named(
+def test_an_incomplete_later_step_is_not_named(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """As an upload leaves it that ended with its job; the same command then begins anew."""
+    """An upload that ended with its job leaves such a step; the printed command starts it anew."""
     open_store(url, server).put("iter_0000090/0f3a5c21-14e73ed6254e7994/__0_0.distcp", b"1")
     save(root, 10)
     sender = start(url, server, root)
@@ -404,17 +415,17 @@ def test_an_uploader_that_is_killed_is_started_again(
     waiting.until(lambda: uploads._process not in (process, None), "it is started again")
     uploads.close()
     store = open_store(url, server)
-    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [10]
-    told = capfd.readouterr()
+    assert [entry.saved_manifest.step for entry in catalog.newest_first(store, None, [])] == [10]
+    printed = capfd.readouterr()
     assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
-        told.out + told.err
+        printed.out + printed.err
     )
 
 
-def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_the_rest(
+def test_an_uploader_killed_after_the_end_leaves_a_command_for_the_rest(
     url: str, server: str, faults: FaultProxy, root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As where the memory of the machine ends; the command does what it says."""
+    """As when the memory of the machine is exhausted; the printed command works."""
     root = root.with_name("a folder")
     uploads, process = _held_in_the_middle(url, faults, root)
     ends = threading.Thread(target=uploads.close)
@@ -425,18 +436,18 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
     faults.fault = lambda number, method, path: ""
     faults.release.set()
     output.drain()
-    told = capfd.readouterr().err.strip()
-    said, _, command = told.partition(": TTP_STORE_ENDPOINT=")
-    assert said.endswith(
+    printed = capfd.readouterr().err.strip()
+    message, _, command = printed.partition(": TTP_STORE_ENDPOINT=")
+    assert message.endswith(
         "has ended by SIGKILL; the newest one may be on this machine only; this sends what the store does not"
         " have"
     )
     ttp = f" {sys.executable} -m adaptor.launchers.cli.ttp "
     command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
     captured(["sh", "-c", command], code=0)
-    assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
-        10
-    ]
+    assert [
+        entry.saved_manifest.step for entry in catalog.newest_first(open_store(url, server), None, [])
+    ] == [10]
 
 
 class _ClosedAfterTheEnd:
@@ -463,15 +474,15 @@ def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
     faults.release.set()
     uploads.close()
-    assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
-        10
-    ]
+    assert [
+        entry.saved_manifest.step for entry in catalog.newest_first(open_store(url, server), None, [])
+    ] == [10]
 
 
 def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
     monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
-    """It ignores such signals once it runs; until then they are blocked."""
+    """A running uploader ignores such signals; until then they are blocked."""
     script = root.parent / "started.py"
     script.write_text(
         "import os, signal, sys\n"
@@ -487,10 +498,8 @@ def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
     uploads.stop()
 
 
-def test_a_folder_whose_name_no_uploader_can_be_told_is_said(
-    root: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It is not UTF-8: nothing would be sent, and nobody would hear of it."""
+def test_a_folder_name_that_is_not_utf_8_is_reported(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Otherwise nothing would be sent, and no line would say so."""
     uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     uploads.begin(root / os.fsdecode(b"\xff"))
     uploads.close()
@@ -515,9 +524,9 @@ def test_a_process_without_more_threads_sends_nothing_and_goes_on(
     uploads.begin(root)
     uploads.close()
     assert output.drain(60)
-    told = capfd.readouterr()
+    printed = capfd.readouterr()
     line = "[ttp] no checkpoint is sent to s3://bucket/run7 yet: can't start new thread\n"
-    assert (told.out + told.err).count(line) == 1
+    assert (printed.out + printed.err).count(line) == 1
 
 
 def test_a_start_that_hangs_holds_up_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

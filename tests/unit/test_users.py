@@ -1,4 +1,4 @@
-"""Nodes whose workers write as different users, or of which one cannot write the save folder."""
+"""Nodes with workers of different users, or with a node that cannot write the save folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ loop.begin(10)
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that every user can reach; pytest's folders belong to one user."""
+    """Make a folder that every user can reach; pytest's folders belong to one user."""
     if os.getuid() != 0:
         pytest.skip("only root can play another user")
     folder = Path(tempfile.mkdtemp(prefix="ttp-test-users-", dir="/tmp"))

@@ -53,9 +53,9 @@ CASES = [(direction, kind) for direction, (_, union) in DIRECTIONS.items() for k
 
 @pytest.fixture
 def socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    left, right = socket.socketpair()
-    with left, right:
-        yield left, right
+    first, right = socket.socketpair()
+    with first, right:
+        yield first, right
 
 
 def read(stream_bytes: bytes, decode: wire.Decoder[Any]) -> Any:

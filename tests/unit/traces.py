@@ -130,7 +130,7 @@ def board(rank: int, phase: str, step: int, copies: bool) -> BoardRecord:
 
 
 class Trace:
-    """A controller, and the language in which messages to it are written."""
+    """A controller, and the language of its messages."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -159,7 +159,7 @@ class Trace:
         yield from _lines(orders)
 
     def _node_with_order(self, settings: dict[str, str]) -> int:
-        """Return the node that an answer about the save folder comes from: the last one with an order."""
+        """Return the node of an answer about the save folder: the last node with an order."""
         incident = self.controller.incident
         is_finding = incident is not None and incident.state.stage is Stage.FINDING
         node = self.controller.term if is_finding or incident is None else incident.state.target.publisher

@@ -1,8 +1,8 @@
 """Waits for gloo work whose peer is stopped in the middle of the transfer and then killed.
 
-    waits_script.py WORK      WORK: broadcast (rank 0 sends), gather (rank 0 receives), send or recv
+waits_script.py WORK      WORK: broadcast (rank 0 sends), gather (rank 0 receives), send or recv
 
-gloo drops such work without an error. The last line names the exception that the main thread got.
+gloo drops such work without an error. The last line is the type of the exception in the main thread.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """A training script that executes commands from stdin, one per line, under the worker's real bootstrap.
 
-    worker_script.py SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
+worker_script.py SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
 
-`step`, `skip` take the next step; `door` begins a step and stands in the barrier, waiting on a TCP connection
-as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
-reports the job as unsupported; `exit N` leaves by sys.exit; `leave N` ends the process by os._exit;
-`child` starts a child process, `fork` forks the worker; `replace` executes another
-program that reads its exit code from stdin; `debug` enters pdb, whose commands follow (among
-them `board.enter(step + 1)`, a step that ends soon); `hold` never releases the interpreter lock.
-Each is answered on stdout.
+`step`, `skip` take the next step; `door` begins a step and waits in the barrier on a TCP connection, as a
+collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse` reports
+the job as unsupported; `exit N` leaves by sys.exit; `leave N` ends the process by os._exit; `child` starts a
+child process, `fork` forks the worker; `replace` executes another program, which reads its exit code from
+stdin; `debug` enters pdb, with commands from the next lines (for example `board.enter(step + 1)`, a step that
+ends soon); `hold` never releases the interpreter lock. Each command is answered on stdout.
 """
 
 from __future__ import annotations

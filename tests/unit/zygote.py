@@ -1,8 +1,10 @@
 """Imports torch once, then runs ttprun in a fork of itself for each line of JSON on stdin.
 
-{"argv": [...], "cwd": "...", "env": {...}, "log": "...", "prelude": "..."}; the answer is the pid of a fork.
-`prelude` is Python that the fork runs first, `log` takes its output; a line {"wait": pid} asks for its exit
-status, and then for the CPU seconds of the fork and of what it has waited for.
+{"argv": [...], "cwd": "...", "env": {...}, "log": "...", "prelude": "..."}; the answer is the pid of the
+fork.
+
+`prelude` is Python code that the fork runs first; `log` takes the output. A line {"wait": pid} returns the
+exit status, then the CPU seconds of the fork and its children.
 """
 
 from __future__ import annotations
