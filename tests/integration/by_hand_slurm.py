@@ -1,17 +1,16 @@
 """Runs jobs under a Slurm of its own, as root: `python -m tests.integration.by_hand_slurm --out OUT`.
 
-It needs Debian's slurmctld, slurmd, slurm-client and munge, and Megatron-core (tests/frameworks/prepare.py).
-In namespaces of its own (network, mounts, processes) it starts munged, slurmctld and two slurmd, and submits
-examples/megatron_core/pretrain.py on both nodes, by `srun ttprun` without flags of torchrun:
+Needs Debian's slurmctld, slurmd, slurm-client and munge, and Megatron-core (tests/frameworks/prepare.py).
+Starts munged, slurmctld and two slurmd in their own namespaces (network, mounts, processes), and submits
+examples/megatron_core/pretrain.py on both nodes by `srun ttprun`, without flags of torchrun:
 
-end      a job that runs to its end
-doctor   `srun ttp doctor --nodes 2`: the nodes meet in the save folder, and nothing fails
-limit    its time limit is over: SIGTERM, and the newest step is saved before KillWait is over
-requeue  `scontrol requeue`: saved, and the requeued job goes on from it
-preempt  a job of a partition that comes first: saved, and it goes on when that one has ended
-grace    the same with a GraceTime: a job that ends within it is requeued by its own script
+end      a job that runs to its end doctor   `srun ttp doctor --nodes 2`: the nodes meet in the save folder,
+and no check fails limit    at the time limit: SIGTERM, and the newest step is saved within KillWait requeue
+`scontrol requeue`: saved, and the requeued job continues from the checkpoint preempt  preempted by a job of a
+higher partition: saved, and continued after that job grace    as preempt with a GraceTime: the job ends in
+time and requeues itself
 
-Each case prints a line; the exit code is 1 if one has failed.
+Each case prints a line; the exit code is 1 if a case has failed.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ def start_slurm(out: Path) -> None:
     for number, name in enumerate(("controller", *NODES), start=1):
         run("ip", "addr", "add", f"10.77.0.{number}/24", "dev", "lo")
         hosts.append(f"10.77.0.{number} {name}")
-    own = os.uname().nodename
-    hosts.append(f"10.77.0.1 {own}")
+    host = os.uname().nodename
+    hosts.append(f"10.77.0.1 {host}")
     (out / "hosts").write_text("\n".join(hosts) + "\n")
     run("mount", "--bind", out / "hosts", "/etc/hosts")
     for folder in ("munge", "state", *(f"spool/{name}" for name in NODES)):
@@ -104,9 +103,9 @@ def start_slurm(out: Path) -> None:
     munge = out / "munge"
     (munge / "key").write_bytes(os.urandom(128))
     (munge / "key").chmod(0o400)
-    places = [f"--{what}-file={munge / what}" for what in ("key", "pid", "log", "seed")]
+    places = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
     run("munged", "--force", *places, f"--socket={munge / 'socket'}")
-    (out / "slurm.conf").write_text(CONF.format(out=out, host=own).replace("=controller", f"={own}"))
+    (out / "slurm.conf").write_text(CONF.format(out=out, host=host).replace("=controller", f"={host}"))
     os.environ["SLURM_CONF"] = str(out / "slurm.conf")
     run("slurmctld", "-c")
     for name in NODES:
@@ -115,7 +114,7 @@ def start_slurm(out: Path) -> None:
 
 
 class Job:
-    """A job that trains; `log` is what all of its starts have printed."""
+    """A job that trains; `log` is the output of all its starts."""
 
     def __init__(self, out: Path, name: str, iters: int, *options: str, last: str = "") -> None:
         self._out = out / name
@@ -160,11 +159,11 @@ class Job:
         wait(lambda: self.state in states, f"job {self.number} is {' or '.join(states)}: {self.last_lines}")
 
     def goes_on(self) -> None:
-        """Assert that it continues after the newest step that it has saved, and end it."""
+        """Assert that the job continues after its newest saved step, and end the job."""
         (saved,) = set(self.saved())
-        before = self.steps().count(saved + 1)
+        count_before = self.steps().count(saved + 1)
         wait(
-            lambda: self.steps().count(saved + 1) > before,
+            lambda: self.steps().count(saved + 1) > count_before,
             f"it goes on after step {saved}: {self.last_lines}",
         )
         assert self.steps()[-1] > saved
@@ -205,8 +204,8 @@ def preempt(out: Path) -> None:
 
 
 def grace(out: Path) -> None:
-    again = '[ $code -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"'
-    _preempt(out, Job(out, "grace", 10**6, "--partition=grace", last=again))
+    requeues_itself = '[ $code -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"'
+    _preempt(out, Job(out, "grace", 10**6, "--partition=grace", last=requeues_itself))
 
 
 def _preempt(out: Path, job: Job) -> None:
@@ -219,15 +218,15 @@ def _preempt(out: Path, job: Job) -> None:
 def doctor(out: Path) -> None:
     tried = "ttp doctor --nodes 2 --write-mib 1 --save"
     ttp = f"{sys.executable} -m adaptor.launchers.{tried} {out}/doctor"
-    said = out / "said"
+    output = out / "said"
     run(
-        *("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={said}"),
+        *("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={output}"),
         *("--export=ALL,TTP_DEVICE=cpu", "--wrap", f"srun {ttp}"),
     )
-    lines = said.read_text().splitlines()
-    assert len([line for line in lines if line.endswith("0 failed")]) == 2, said.read_text()
+    lines = output.read_text().splitlines()
+    assert len([line for line in lines if line.endswith("0 failed")]) == 2, output.read_text()
     for name in ("nodes", "ports", "locks"):
-        assert len([line for line in lines if line.split()[:2] == ["OK", name]]) == 2, said.read_text()
+        assert len([line for line in lines if line.split()[:2] == ["OK", name]]) == 2, output.read_text()
 
 
 CASES = {case.__name__: case for case in (end, doctor, limit, requeue, preempt, grace)}
@@ -242,11 +241,11 @@ def main() -> int:
     args = parser.parse_args()
     core = prepare.megatron_core()
     if INSIDE not in os.environ:
-        own = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        again = [sys.executable, "-m", "tests.integration.by_hand_slurm", *sys.argv[1:]]
+        namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        command = [sys.executable, "-m", "tests.integration.by_hand_slurm", *sys.argv[1:]]
         path = os.pathsep.join([str(core), str(ROOT)])
         return subprocess.run(
-            [*own, *again],
+            [*namespaces, *command],
             env={**os.environ, INSIDE: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             check=False,
         ).returncode
@@ -256,14 +255,14 @@ def main() -> int:
     start_slurm(out)
     failed = 0
     for name in args.cases or CASES:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             CASES[name](out)
         except AssertionError as error:
             print(f"{name}: failed: {error}", flush=True)
             failed += 1
         else:
-            print(f"{name}: passed ({time.monotonic() - begun:.0f} s)", flush=True)
+            print(f"{name}: passed ({time.monotonic() - start:.0f} s)", flush=True)
     return 1 if failed else 0
 
 

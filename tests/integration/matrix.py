@@ -1,15 +1,15 @@
 """The whole cross product: `python -m tests.integration.matrix --write benchmarks/results/layouts.md`.
 
-Layouts × replicas × local copies or the barrier, for some × precisions and checkpoint formats; in each,
+Layouts × replicas × local copies or the barrier, for some × precisions and checkpoint formats. In each cell
 Megatron-LM trains under ttprun and loses a rank, once early in a step and once late (rank, phase and step are
-drawn by `--seed`). What the survivors have saved must be the unmodified framework's own checkpoint of that
-step, bit for bit, and under plain torchrun the unmodified framework must go on from it with the losses and
-gradient norms of a run that never failed. What the framework itself cannot run on a CPU must fail with the
-reason that is listed.
+drawn by `--seed`). The survivors must save, bit for bit, the unmodified framework's own checkpoint of that
+step, and under plain torchrun the unmodified framework must resume from their checkpoint with the losses and
+gradient norms of a run without a fault. Combinations that the framework cannot run on a CPU must fail with
+the listed reason.
 
-It can be interrupted and started again: what is in OUT/results.jsonl is not run again, unless it failed.
-Remove OUT after a change to what is tested.
-The exit code is 1 if a cell has failed, 3 if `--limit` has ended it before all were run.
+An interrupted run can be started again: trials with a result in OUT/results.jsonl are skipped, unless the
+trial failed. Remove OUT after a change of the tested code. The exit code is 1 if a cell has failed, 3 if
+`--limit` ended the run early.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """One entry of the matrix. `run` gets an empty folder and returns what is to be said of it."""
+    """One entry of the matrix. `run` gets an empty folder and returns the columns of the result."""
 
     name: str
     run: Callable[[Path], Result]
 
 
 def strike(cell: Cell, seed: int, baseline_of: BaselineOf, out: Path) -> Result:
-    """A cell: the fault, what it left, and how the unmodified framework goes on. AssertionError if not so."""
+    """Run a cell: the fault, the last words, and a resume by the unmodified framework.
+
+    Raises AssertionError.
+    """
     baseline = baseline_of(cell.layout)
     skipped = {line["iteration"] for line in baseline.records[0] if line["skipped"]}
     fault, saved = cell.fault(seed, skipped)
@@ -69,25 +72,25 @@ def strike(cell: Cell, seed: int, baseline_of: BaselineOf, out: Path) -> Result:
         faults=[str(fault)],
     )
     code = 1 if fault.kind == "exception" else 137
-    ended, step = scenario.ends(job, baseline, code=code, saved=saved)
-    _assert_told(ended, cell)
-    assert ended.last_line.startswith("[ttp] "), ended.last_line
-    assert f"step {step} is saved, " in ended.last_line, ended.last_line
+    result, step = scenario.ends(job, baseline, code=code, saved=saved)
+    _assert_told(result, cell)
+    assert result.last_line.startswith("[ttp] "), result.last_line
+    assert f"step {step} is saved, " in result.last_line, result.last_line
     scenario.goes_on(job, baseline, step)
     return _entry(cell, fault, step)
 
 
-def _assert_told(ended: Ended, cell: Cell) -> None:
+def _assert_told(result: Ended, cell: Cell) -> None:
     """The job had the replicas and the copies that the cell is about."""
-    words = {
+    copies_by_replica = {
         "split": "second copies of optimizer shards by split, 2 instances",
         "mirror": "second copies of optimizer shards by mirror",
         "none": "the data-parallel size is 1"
         if cell.layout.data_parallel_size == 1
         else "every data-parallel rank has the whole optimizer state",
     }
-    assert words[cell.replica] in ended.log, f"no replicas by {cell.replica}: {ended.said}"
-    assert ("[ttp] a local copy of the optimizer state" in ended.log) == cell.copies, ended.said
+    assert copies_by_replica[cell.replica] in result.log, f"no replicas by {cell.replica}: {result.said}"
+    assert ("[ttp] a local copy of the optimizer state" in result.log) == cell.copies, result.said
 
 
 def _entry(cell: Cell, fault: Fault, step: int) -> Result:
@@ -104,40 +107,44 @@ def _entry(cell: Cell, fault: Fault, step: int) -> Result:
 
 
 def share_sequences(replica: str, out: Path) -> Result:
-    """Context parallelism, by a script of our own: it saves nothing by itself that could be compared."""
+    """Context parallelism, by a script of the tests that saves nothing comparable by itself."""
     phase, step = CONTEXT_FAULTS[replica]
     cell = Cell(CONTEXT.name, CONTEXT, replica, False, "torch", "")
     fault = Fault(rank=1, step=6, phase=phase, kind="sigkill")
     train = partial(library.train, layout=CONTEXT, instances=2 if replica == "split" else 1)
-    words = ("--context", "2")
-    undisturbed = train(out / "undisturbed", *words, launcher="torchrun", code=0)
+    arguments = ("--context", "2")
+    undisturbed = train(out / "undisturbed", *arguments, launcher="torchrun", code=0)
     print(f"  {fault}", flush=True)
-    words += ("--save", str(out / "save"))
-    result = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)], code=137)
+    arguments += ("--save", str(out / "save"))
+    result = train(out / "job", *arguments, options=["--ttp-replica", replica], faults=[str(fault)], code=137)
     _assert_told(result, cell)
     outcome.assert_saved(out / "save", step)
     outcome.assert_same_training(result, undisturbed.records, steps=range(1, step))
-    resumed = train(out / "resumed", *words, launcher="torchrun", code=0)
+    resumed = train(out / "resumed", *arguments, launcher="torchrun", code=0)
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
     return _entry(cell, fault, step)
 
 
-def fails_by_itself(what: Impossible, out: Path) -> Result:
-    """The unmodified framework says what is listed."""
+def fails_by_itself(impossible: Impossible, out: Path) -> Result:
+    """Assert that the unmodified framework fails with the listed reason."""
     job = Job(
         out / "job",
-        what.layout,
+        impossible.layout,
         launcher="torchrun",
         save=out / "save",
         save_interval=4,
-        arguments=what.arguments,
+        arguments=impossible.arguments,
     )
     result = harness.run(job)
     assert result.code != 0, "it runs: take it off the list"
-    assert what.says in result.log, result.log[-3000:]
-    precision = () if what.layout.precision == "bf16" else (f"--{what.layout.precision}",)
-    words = " ".join((*what.layout.arguments, *precision, *what.arguments))
-    return {"impossible": what.layout.name.partition(",")[0], "arguments": words, "because": what.because}
+    assert impossible.says in result.log, result.log[-3000:]
+    precision = () if impossible.layout.precision == "bf16" else (f"--{impossible.layout.precision}",)
+    arguments = " ".join((*impossible.layout.arguments, *precision, *impossible.arguments))
+    return {
+        "impossible": impossible.layout.name.partition(",")[0],
+        "arguments": arguments,
+        "because": impossible.because,
+    }
 
 
 class Results:
@@ -164,29 +171,39 @@ class Results:
 
 
 def trials(faults: int, seed: int, baseline_of: BaselineOf) -> list[Trial]:
-    """All of them, in the order in which they are run."""
-    found = [Trial(cell.name, partial(strike, cell, seed, baseline_of)) for cell in cells(faults)]
-    found += [
+    """Return all trials in the order of the run."""
+    planned = [Trial(cell.name, partial(strike, cell, seed, baseline_of)) for cell in cells(faults)]
+    planned += [
         Trial(f"{CONTEXT.name} / {replica}", partial(share_sequences, replica)) for replica in CONTEXT_FAULTS
     ]
-    return found + [Trial(f"not: {one.layout.name}", partial(fails_by_itself, one)) for one in IMPOSSIBLE]
+    return planned + [
+        Trial(f"not: {impossible.layout.name}", partial(fails_by_itself, impossible))
+        for impossible in IMPOSSIBLE
+    ]
 
 
 def attempt(trial: Trial, out: Path, seed: int) -> Result:
-    """Run one; what goes wrong is a part of the result."""
+    """Run a trial; an error becomes part of the result."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     began = time.time()
-    problem, said = "", {}
+    problem, columns = "", {}
     try:
-        said = trial.run(out)
+        columns = trial.run(out)
     except (AssertionError, ValueError, pytest.fail.Exception) as error:
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"[:2000] or "failed"
     else:
         shutil.rmtree(out)
     seconds = round(time.time() - began, 1)
-    return {"trial": trial.name, "problem": problem, "seed": seed, "began": began, "seconds": seconds, **said}
+    return {
+        "trial": trial.name,
+        "problem": problem,
+        "seed": seed,
+        "began": began,
+        "seconds": seconds,
+        **columns,
+    }
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -240,11 +257,15 @@ def main() -> int:
     names = {trial.name for trial in chosen}
     lines = [line for name, line in results.latest.items() if name in names]
     failed = [line["trial"] for line in lines if line["problem"]]
-    left = len(names) - len(lines)
-    print(f"{len(lines) - len(failed)} passed, {len(failed)} failed, {left} not run yet", *failed, sep="\n  ")
+    open_trials = len(names) - len(lines)
+    print(
+        f"{len(lines) - len(failed)} passed, {len(failed)} failed, {open_trials} not run yet",
+        *failed,
+        sep="\n  ",
+    )
     if options.write:
         write(options.write, results.lines, [trial.name for trial in every], options.seed, options.faults)
-    return 1 if failed else 3 if left else 0
+    return 1 if failed else 3 if open_trials else 0
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], se
     """Write both sections.
 
     Args:
-        lines: every result, in the order in which they came.
-        trials: the names of all there is.
-        seed: and `faults`: with which it was run.
+        lines: all results, in the order of the runs.
+        trials: the names of all trials.
+        seed: the seed of the run.
+        faults: the faults per combination in the run.
     """
     names = set(trials)
     lines = [line for line in lines if line["trial"] in names]  # some may be there no longer
@@ -51,29 +52,31 @@ def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], se
         for line in latest.values()
         if "impossible" in line
     ]
-    words = "Each was run without the adaptor, and ended with the error that the last column explains.\n\n"
-    write_section(page, IMPOSSIBLE, words + table(["layout", "arguments", "why"], rows))
+    introduction = (
+        "Each was run without the adaptor, and ended with the error that the last column explains.\n\n"
+    )
+    write_section(page, IMPOSSIBLE, introduction + table(["layout", "arguments", "why"], rows))
 
 
 def _summary(
     latest: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]], trials: int, seed: int, faults: int
 ) -> str:
     failed = [line for line in latest if line["problem"]]
-    again = {line["trial"] for line in lines if line["problem"]} - {line["trial"] for line in failed}
+    repeated = {line["trial"] for line in lines if line["problem"]} - {line["trial"] for line in failed}
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["began"])) for line in latest})
     framework = runpy.run_path(str(prepare.megatron_lm() / "megatron/core/package_info.py"))["__version__"]
     minutes = sum(line["seconds"] for line in lines) / 60
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     counts = f"{len(latest) - len(failed)} of {trials} passed, {len(failed)} failed"
     counts += f", {trials - len(latest)} not run" if len(latest) < trials else ""
-    where = f"Megatron-LM {framework}, Python {platform.python_version()}, torch {torch.__version__}"
-    said = [
+    machine = f"Megatron-LM {framework}, Python {platform.python_version()}, torch {torch.__version__}"
+    paragraphs = [
         f"    python -m tests.integration.matrix --seed {seed} --faults {faults}",
-        f"{when}: {counts}. {minutes:.0f} minutes on {os.cpu_count()} cores. {where}.",
+        f"{period}: {counts}. {minutes:.0f} minutes on {os.cpu_count()} cores. {machine}.",
     ]
-    if again:
-        said.append("Failed first, and passed when run again: " + "; ".join(sorted(again)) + ".")
-    return "\n\n".join(said)
+    if repeated:
+        paragraphs.append("Failed first, and passed when run again: " + "; ".join(sorted(repeated)) + ".")
+    return "\n\n".join(paragraphs)
 
 
 def _layouts() -> list[list[str]]:
@@ -91,8 +94,8 @@ def _layouts() -> list[list[str]]:
 
 def _cut(layout: Layout) -> str:
     parts = {"TP": layout.tp, "PP": layout.pp, "DP": layout.data_parallel_size}
-    words = "·".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "DP")
-    return words if layout.distributed_optimizer else f"{words}, plain DDP"
+    sizes = "·".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "DP")
+    return sizes if layout.distributed_optimizer else f"{sizes}, plain DDP"
 
 
 def _survived(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -104,8 +107,8 @@ def _survived(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
         entry = f"{line['fault']} → {line['saved']}"
         rows.setdefault(key, {False: [], True: []})[line["copies"]].append(entry)
     return [
-        [*key, *("<br>".join(found[copies]) or "–" for copies in (False, True))]
-        for key, found in rows.items()
+        [*key, *("<br>".join(cells[copies]) or "–" for copies in (False, True))]
+        for key, cells in rows.items()
     ]
 
 

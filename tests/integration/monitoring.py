@@ -1,11 +1,11 @@
-"""A job, Debian's Prometheus and Alertmanager, and a webhook: an alert on its whole way.
+"""An alert from a job through Debian's Prometheus and Alertmanager to a webhook.
 
-    python -m tests.integration.monitoring
+python -m tests.integration.monitoring
 
-starts `ttprun --ttp-serve` with a training loop on two ranks, Prometheus with the rules as they are in
-examples/monitoring, and Alertmanager with one receiver, all on loopback. It kills rank 1 three times, asks
-Prometheus what it knows, and waits until TTPRestartLoop has come to the receiver. It prints what it saw; exit
-code 1 if that is not what it must be, 2 if a program is missing.
+Starts `ttprun --ttp-serve` with a training loop on two ranks, Prometheus with the rules of
+examples/monitoring, and Alertmanager with one receiver, all on loopback. Kills rank 1 three times, queries
+Prometheus, and waits until TTPRestartLoop reaches the receiver. Prints the observations; the exit code is 1
+if a value is wrong, 2 if a program is missing.
 """
 
 from __future__ import annotations
@@ -55,21 +55,18 @@ _PAUSE_S = 0.2
 
 
 def why_absent() -> str:
-    """Return what is missing for this, '' if nothing is."""
+    """Return a line that names the missing programs, '' if all are installed."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return f"{', '.join(missing)}: not there (Debian: prometheus, prometheus-alertmanager)" if missing else ""
 
 
 @dataclass
-class Seen:
-    """What was seen from outside of the job.
+class Observations:
+    """The observations from outside of the job.
 
-    alert      as Alertmanager sent it
-    metrics    by an expression: its value in Prometheus at the end
-    panels     the same for each expression of the dashboard for Grafana
-    seconds    from the third kill until Prometheus had counted the restart, and until the alert was there
-    scrape_s   the longest scrape
-    samples    of one scrape
+    alert      as Alertmanager sent it metrics    by expression: the value in Prometheus at the end panels
+    the same for each expression of the Grafana dashboard seconds    from the third kill until Prometheus had
+    counted the restart, and until the alert arrived scrape_s   the longest scrape samples    of one scrape
     """
 
     alert: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +114,7 @@ def _receiver(port: int) -> Iterator[queue.Queue[dict[str, Any]]]:
 
 
 def _configure(folder: Path, job: int, alertmanager: int, receiver: int) -> None:
-    """Write the configurations: those of the example, with the ports and the pace of this run."""
+    """Write the configurations of the example with the ports and the pace of this run."""
     shutil.copy(EXAMPLE / "alerts.yml", folder)
     scraped = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())
     scraped["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -140,10 +137,10 @@ class _Prometheus:
         """Return the value of an expression; None while there is none, or nobody answers."""
         try:
             with urllib.request.urlopen(self._url + urllib.parse.urlencode({"query": expression})) as answer:
-                found = json.load(answer)["data"]["result"]
+                series = json.load(answer)["data"]["result"]
         except OSError:
             return None
-        return float(found[0]["value"][1]) if found else None
+        return float(series[0]["value"][1]) if series else None
 
     def comes_to(self, expression: str, least: float) -> None:
         def reached() -> bool:
@@ -153,7 +150,7 @@ class _Prometheus:
         waiting.until(reached, f"{expression} >= {least}", pause_s=_PAUSE_S, within_s=LIMIT_S)
 
     def soon(self, expression: str) -> float:
-        """Return the value of an expression, when there is one: some are made a scrape after others."""
+        """Wait for the value of an expression; some series appear a scrape after others."""
         waiting.until(
             lambda: self.value(expression) is not None,
             f"{expression} has a value",
@@ -182,16 +179,16 @@ def _job(folder: Path, port: int) -> list[str]:
 
 
 def _of_the_dashboard() -> list[str]:
-    """Return the expressions of its panels, with its variable as it is where all jobs are chosen."""
+    """Return the expressions of the dashboard's panels, for all jobs."""
     panels = json.loads((EXAMPLE / "grafana.json").read_text())["panels"]
     return [target["expr"].replace("$instance", ".*") for panel in panels for target in panel["targets"]]
 
 
-def observe(folder: Path) -> Seen:
+def observe(folder: Path) -> Observations:
     """Run all of it in `folder`. Raises AssertionError where something does not come."""
     job, prometheus, alertmanager, cluster, receiver = free_ports(5)
     _configure(folder, job, alertmanager, receiver)
-    seen = Seen()
+    observations = Observations()
     with contextlib.ExitStack() as stack:
         came = stack.enter_context(_receiver(receiver))
         stack.enter_context(
@@ -237,21 +234,21 @@ def observe(folder: Path) -> Seen:
             began = time.monotonic()
             victim.send_signal(signal.SIGKILL)
             database.comes_to("ttp_restarts_total", kill + 1)
-            seen.seconds["restart counted"] = time.monotonic() - began
+            observations.seconds["restart counted"] = time.monotonic() - began
         posted = came.get(timeout=LIMIT_S)
-        seen.seconds["alert at the receiver"] = time.monotonic() - began
-        (seen.alert,) = posted["alerts"]
+        observations.seconds["alert at the receiver"] = time.monotonic() - began
+        (observations.alert,) = posted["alerts"]
         database.comes_to("ttp_generation", KILLS + 1)
         database.comes_to("ttp_protected", 1)
         for expression in EXPECTED:
-            seen.metrics[expression] = database.value(expression) or 0.0
+            observations.metrics[expression] = database.value(expression) or 0.0
         for expression in _of_the_dashboard():
-            seen.panels[expression] = database.soon(expression)
-        seen.scrape_s = database.value('max_over_time(scrape_duration_seconds{job="ttp"}[1h])') or 0.0
-        seen.samples = int(database.value('scrape_samples_scraped{job="ttp"}') or 0)
+            observations.panels[expression] = database.soon(expression)
+        observations.scrape_s = database.value('max_over_time(scrape_duration_seconds{job="ttp"}[1h])') or 0.0
+        observations.samples = int(database.value('scrape_samples_scraped{job="ttp"}') or 0)
         with urllib.request.urlopen(f"http://127.0.0.1:{job}/metrics") as answer:
             (folder / "metrics.txt").write_bytes(answer.read())
-    return seen
+    return observations
 
 
 def check_metrics(folder: Path) -> subprocess.CompletedProcess[bytes]:
@@ -260,20 +257,20 @@ def check_metrics(folder: Path) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(["promtool", "check", "metrics"], stdin=text, capture_output=True, check=False)
 
 
-def wrong(seen: Seen) -> list[str]:
-    """Return what is not as it must be: no step is lost, and nothing is counted twice or not at all."""
-    found = [
-        f"{expression} is {seen.metrics[expression]:g}, not {wanted}"
-        for expression, wanted in EXPECTED.items()
-        if seen.metrics[expression] != wanted
+def wrong(observations: Observations) -> list[str]:
+    """Return the wrong values: no step may be lost, and each event must be counted once."""
+    deviations = [
+        f"{expression} is {observations.metrics[expression]:g}, not {expected}"
+        for expression, expected in EXPECTED.items()
+        if observations.metrics[expression] != expected
     ]
-    name = seen.alert["labels"]["alertname"]
-    if (name, seen.alert["status"]) != ("TTPRestartLoop", "firing"):
-        found.append(f"{name} came to the receiver, not TTPRestartLoop")
-    runbook = seen.alert["annotations"]["runbook_url"]
+    name = observations.alert["labels"]["alertname"]
+    if (name, observations.alert["status"]) != ("TTPRestartLoop", "firing"):
+        deviations.append(f"{name} came to the receiver, not TTPRestartLoop")
+    runbook = observations.alert["annotations"]["runbook_url"]
     if not (ROOT / runbook).is_file():
-        found.append(f"{runbook}: there is no such page")
-    return found
+        deviations.append(f"{runbook}: there is no such page")
+    return deviations
 
 
 def main() -> int:
@@ -284,27 +281,29 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ttp-monitoring-") as temporary_directory:
         folder = Path(temporary_directory)
         try:
-            seen = observe(folder)
+            observations = observe(folder)
         except AssertionError as error:
             print(f"{error}\n{(folder / 'job.log').read_text(errors='replace')[-2000:]}", file=sys.stderr)
             return 1
         checked = check_metrics(folder)
-    labels = ", ".join(f"{name} {value}" for name, value in sorted(seen.alert["labels"].items()))
-    print(f"the alert, {seen.alert['status']}: {labels}")
-    print(f"  {seen.alert['annotations']['summary']}: {seen.alert['annotations']['description']}")
-    print(f"  {seen.alert['annotations']['runbook_url']}")
-    for expression, value in seen.metrics.items():
+    alert = observations.alert
+    labels = ", ".join(f"{name} {value}" for name, value in sorted(alert["labels"].items()))
+    annotations = alert["annotations"]
+    print(f"the alert, {alert['status']}: {labels}")
+    print(f"  {annotations['summary']}: {annotations['description']}")
+    print(f"  {annotations['runbook_url']}")
+    for expression, value in observations.metrics.items():
         print(f"{expression} = {value:g}")
-    print(f"the dashboard: each of its {len(seen.panels)} expressions has a value")
-    for what, seconds in seen.seconds.items():
-        print(f"from the third kill: {what} after {seconds:.1f} s")
-    print(f"a scrape: {seen.samples} samples, {1000 * seen.scrape_s:.0f} ms at most")
+    print(f"the dashboard: each of its {len(observations.panels)} expressions has a value")
+    for event, seconds in observations.seconds.items():
+        print(f"from the third kill: {event} after {seconds:.1f} s")
+    print(f"a scrape: {observations.samples} samples, {1000 * observations.scrape_s:.0f} ms at most")
     print(f"promtool check metrics: exit code {checked.returncode}")
     print((checked.stdout + checked.stderr).decode(), end="")
-    found = wrong(seen)
-    for line in found:
+    deviations = wrong(observations)
+    for line in deviations:
         print(f"PROBLEM: {line}", file=sys.stderr)
-    return 1 if found or checked.returncode else 0
+    return 1 if deviations or checked.returncode else 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ mca = partial(
 
 
 def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
-    """Its own save of step 2 is older than last words, to which both of its trackers then point."""
+    """The framework's own save of step 2 is older than the last words, which both trackers then name."""
     save, steps = tmp_path / "save", range(4, ITERATIONS + 1)
     undisturbed = bridge(
         tmp_path / "undisturbed", "--save", str(tmp_path / "own"), launcher="torchrun", code=0
@@ -103,8 +103,9 @@ def test_layer_wise_muon(tmp_path: Path) -> None:
 
 
 def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
-    """Its own save of step 2 is older than last words, and lacks the optimizer, as those of all published
-    recipes; a restart finds them beside it."""
+    """The framework's own save of step 2 is older than the last words and lacks the optimizer, as in all
+    published recipes; a restart loads the last words.
+    """
     output, steps = tmp_path / "output", range(4, ITERATIONS + 1)
     undisturbed = swift(
         tmp_path / "undisturbed", "--output-dir", str(tmp_path / "own"), launcher="torchrun", code=0
@@ -127,11 +128,12 @@ def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path
 
 
 def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp_path: Path) -> None:
-    """Rank 1, the only holder of its shard, is replaced, and both go back to their copies; then both die,
-    and all start again from copies of the adapters. With `add_version` all have one output folder."""
+    """Rank 1, the only holder of its shard, is replaced, and both ranks go back to their copies; then both
+    die and restart from copies of the adapters. With `add_version` all starts share one output folder.
+    """
     job = ("--tuner-type", "lora", "--add-version", "--save-interval", "100", "--output-dir")
-    own = str(tmp_path / "own")
-    undisturbed = swift(tmp_path / "undisturbed", *job, own, launcher="torchrun", instances=1, code=0)
+    own_folder = str(tmp_path / "own")
+    undisturbed = swift(tmp_path / "undisturbed", *job, own_folder, launcher="torchrun", instances=1, code=0)
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,step=8,phase=backward,kind=sigkill,restart=-1,also=0",
@@ -164,16 +166,16 @@ def test_rollouts_of_ms_swift_go_on_from_last_words(tmp_path: Path) -> None:
 
 
 def test_mcore_adapter_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
-    """An epoch has six steps, of which the last takes a batch of the next pass; its own resume repeats one of
-    this pass there. A restart and an online recovery go on in the middle of a pass, at its end, and after it.
+    """An epoch has six steps, and its last step takes a batch of the next pass, which the framework's own
+    resume repeats. A restart and an online recovery continue within a pass, at its end, and after the end.
     """
     job, output = ("--save-steps", "2", "--output-dir"), tmp_path / "output"
     undisturbed = mca(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun", code=0)
     faults = ["rank=1,step=4,phase=backward,kind=sigkill"]
     result = mca(tmp_path / "job", *job, str(output), faults=faults, code=137)
     resumed = ("--resume-from-checkpoint", str(output / "last_words/iter_0000003"))
-    own = ("--last", "5", *job, str(tmp_path / "own-alone"))
-    alone = mca(tmp_path / "alone", *resumed, *own, launcher="torchrun", code=0)
+    options_alone = ("--last", "5", *job, str(tmp_path / "own-alone"))
+    alone = mca(tmp_path / "alone", *resumed, *options_alone, launcher="torchrun", code=0)
     outcome.assert_same_training(alone, undisturbed.records, (4, 5))
     (output / "checkpoint-99").mkdir()  # a save of the model alone, from which no job can resume
     (output / "checkpoint-99/trainer_state.json").write_text('{"global_step": 99}')
@@ -228,7 +230,7 @@ def copied_loop(megatron: Path, root: Path, loop: Path, further_text: str = "") 
 
 
 def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
-    """Its copy of Megatron-LM's loop is called again, and writes the line of a step that was cut off."""
+    """Its copy of Megatron-LM's loop is called again, and writes the log line of an interrupted step."""
     tree = copied_loop(prepare.megatron_lm(), tmp_path / "tree", Path("flagscale/train/train.py"))
     undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree), code=0)
     faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]

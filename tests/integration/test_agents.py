@@ -23,10 +23,10 @@ AT_ONCE_S = 20.0
     [("agent-sigterm", 143, DP2), ("agent-sigint", 130, DP2), ("tree-sigterm", 143, DP2_LOADERS)],
     ids=["sigterm", "ctrl-c", "sigterm-to-all"],
 )
-def test_the_job_is_told_to_end(
+def test_the_job_gets_a_termination_signal(
     kind: str, code: int, layout: Layout, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """It saves and ends, restarts or no; data loaders have processes of their own."""
+    """The job saves and ends, even with restarts left; data loaders have their own processes."""
     job = job_in(tmp_path, layout, restarts=1, faults=[f"rank=1,step=5,phase=forward,kind={kind}"])
     result = survives(job, baseline_of(layout), code=code, saved={4, 5})
     assert "was told to end by SIG" in result.last_line
@@ -55,7 +55,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
 
 
 def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The workers end with it, at once, and the process that each has started for saves in torch_dist."""
+    """The workers end at once with the agent, as do the processes that they started for torch_dist saves."""
     baseline = baseline_of(DIST)
     save = tmp_path / "save"
     job = Job(

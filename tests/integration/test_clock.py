@@ -13,8 +13,9 @@ from tests.faults.scenario import BaselineOf
 
 @pytest.mark.parametrize("kind", ["clock-back", "clock-ahead"])
 def test_a_clock_that_jumps_by_a_day(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The regular save of step 4 says that it is of the day before, or after, and is that of these workers:
-    last words of step 4 do not take its place."""
+    """The clock puts the regular save of step 4 on the day before, or after; it still belongs to these
+    workers, and last words of step 4 do not replace it.
+    """
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",
@@ -28,5 +29,5 @@ def test_a_clock_that_jumps_by_a_day(kind: str, tmp_path: Path, baseline_of: Bas
     outcome.assert_saved(save, ITERATIONS)
     assert outcome.steps_in(save) == [4, ITERATIONS]
     outcome.assert_same_training(result, baseline_of(DP2).records)
-    (said,) = [line for line in result.said if "was ended by" in line]
-    assert "step 4 is saved, no finished step is lost" in said
+    (outcome_line,) = [line for line in result.said if "was ended by" in line]
+    assert "step 4 is saved, no finished step is lost" in outcome_line

@@ -1,4 +1,4 @@
-"""A bit flips on one rank: it is found before the next update, the rank is named, all is undone bitwise."""
+"""A bit flips on one rank: detected before the next update, the rank is named, the step is undone bitwise."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_state_that_changes_while_it_is_saved_is_no_checkpoint(
         "rank=0,step=5,phase=forward,kind=sigkill",
     ]
     job = online(tmp_path, DP2, faults, options=VERIFIED, save_interval=3)
-    ended = harness.run(job, code=0)
-    assert "step 4 could not be saved" in ended.log
+    result = harness.run(job, code=0)
+    assert "step 4 could not be saved" in result.log
     _assert_saved_as_trained(job, baseline_of(DP2))
 
 
@@ -145,14 +145,18 @@ def test_a_replay_names_the_step_the_rank_and_the_tensor(tmp_path: Path) -> None
 
     equal = replay("equal", code=0)
     assert "all 3 verified steps are equal: 5 to 7" in equal.log.splitlines()
-    other = replay("other", "rank=1,step=6,phase=between,kind=flip-moment,code=7", code=1)
-    assert "verified step 6 differs; step 5 is equal" in other.log.splitlines()
-    assert re.search(r"^exp_avg of shard mp_rank_00/\d on rank 1, after step 6$", other.log, re.MULTILINE)
+    other_replay = replay("other", "rank=1,step=6,phase=between,kind=flip-moment,code=7", code=1)
+    assert "verified step 6 differs; step 5 is equal" in other_replay.log.splitlines()
+    assert re.search(
+        r"^exp_avg of shard mp_rank_00/\d on rank 1, after step 6$", other_replay.log, re.MULTILINE
+    )
     assert outcome.steps_in(save) == [4, ITERATIONS]
 
 
 def _assert_saved_as_trained(job: Job, baseline: Baseline) -> None:
-    """The last checkpoint is that of an undisturbed job, but for the arguments, which tell of the restart."""
+    """Assert that the last checkpoint equals that of an undisturbed job, except for arguments of the
+    restart.
+    """
     assert job.save is not None
     folders = (root / naming.final_name(ITERATIONS) for root in (job.save, baseline.checkpoints))
     assert [line for line in differences(*folders) if "/args." not in line] == []

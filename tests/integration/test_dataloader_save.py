@@ -33,13 +33,13 @@ FOUND = {"PYTHONPATH": str(prepare.megatron_lm())}
 baseline_of = scenario.baselines(keeping.KEPT, environment=FOUND, program=EXTERNAL)
 
 
-def _job(tmp_path: Path, **given: Any) -> Job:
+def _job(tmp_path: Path, **options: Any) -> Job:
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    return online(tmp_path, TP2_DP2, [fault], environment=FOUND, program=EXTERNAL, **given)
+    return online(tmp_path, TP2_DP2, [fault], environment=FOUND, program=EXTERNAL, **options)
 
 
 def _assert_states(tmp_path: Path, *steps: int) -> None:
-    """The states of the loaders are those that the framework has saved at these steps."""
+    """Assert that the loader states equal those that the framework has saved at these steps."""
     for step in steps:
         states = [
             {path.name: torch.load(path) for path in root.glob(f"loaders/iter_{step:07d}/mp_rank_00/*")}
@@ -49,7 +49,7 @@ def _assert_states(tmp_path: Path, *steps: int) -> None:
 
 
 def test_the_framework_goes_on_from_the_states_of_the_step(tmp_path: Path) -> None:
-    """Also from that of the rank that was killed."""
+    """The state of the killed rank included."""
     job = _job(tmp_path, restarts=0, options=("--ttp-online", "0"))
     scenario.survives(job, baseline_of(TP2_DP2), code=137, saved={5}, resumed=True)
     _assert_states(tmp_path, 5)

@@ -1,5 +1,6 @@
-"""The disk refuses the last words: the job says so, and what was saved before stays as it is. A slow one is
-waited for."""
+"""The disk fails during last words: the job reports the error and keeps earlier checkpoints; a slow disk is
+awaited.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +31,22 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def _enter(stack: ExitStack, make: Callable[..., AbstractContextManager[_T]], *given: object) -> _T:
+def _enter(stack: ExitStack, make: Callable[..., AbstractContextManager[_T]], *arguments: object) -> _T:
     try:
-        return stack.enter_context(make(*given))
+        return stack.enter_context(make(*arguments))
     except OSError as error:
         pytest.skip(f"not on this machine, or not for this user: {error}")
 
 
-def _refused(job: Job, baseline: Baseline, *words: str) -> Ended:
-    """The job is lost, and the regular save of step 4 is all that there is."""
+def _refused(job: Job, baseline: Baseline, *fragments: str) -> Ended:
+    """Assert that the job is lost, and that the regular save of step 4 is the only checkpoint."""
     assert job.save is not None
     result = harness.run(job)
     folder = outcome.assert_saved(job.save, 4)
     assert outcome.steps_in(job.save) == [4]
     assert differences(folder, baseline.checkpoints / folder.name) == []
     assert result.code == 137
-    for word in ("the state cannot be saved: ", *words):
+    for word in ("the state cannot be saved: ", *fragments):
         assert word in result.last_line
     assert result.last_line.endswith(f"the newest checkpoint in {job.save} is step 4")
     return result
@@ -53,8 +54,10 @@ def _refused(job: Job, baseline: Baseline, *words: str) -> Ended:
 
 def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
     baseline = baseline_of(DP2)
-    one = sum(path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*"))
-    disk = _enter(stack, disks.memory, tmp_path / "disk", one * 3 // 2)
+    checkpoint_size = sum(
+        path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*")
+    )
+    disk = _enter(stack, disks.memory, tmp_path / "disk", checkpoint_size * 3 // 2)
     job = Job(tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[KILL])
     _refused(job, baseline, "No space left on device")
 
@@ -68,8 +71,10 @@ def test_a_regular_save_that_was_cut_short_makes_room(
     tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
 ) -> None:
     baseline = baseline_of(DP2)
-    one = sum(path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*"))
-    disk = _enter(stack, disks.memory, tmp_path / "disk", one * 5 // 2)
+    checkpoint_size = sum(
+        path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*")
+    )
+    disk = _enter(stack, disks.memory, tmp_path / "disk", checkpoint_size * 5 // 2)
     faults = ["rank=0,step=8,phase=save-tracker,kind=sigkill"]
     result = harness.run(Job(tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=faults))
     assert "step 8 is saved, no finished step is lost" in result.last_line
@@ -77,7 +82,7 @@ def test_a_regular_save_that_was_cut_short_makes_room(
 
 
 @pytest.mark.parametrize(
-    ("make", "what", "words"),
+    ("make", "trouble", "message"),
     [
         pytest.param(disks.memory, "read-only", "Read-only file system", id="read-only"),
         # Every write succeeds, and fsync tells of the error: the device fails, not the file system.
@@ -88,22 +93,22 @@ def test_a_regular_save_that_was_cut_short_makes_room(
 )
 def test_the_disk_gets_worse(
     make: Callable[[Path, int], AbstractContextManager[disks.Disk]],
-    what: str,
-    words: str,
+    trouble: str,
+    message: str,
     tmp_path: Path,
     baseline_of: BaselineOf,
     stack: ExitStack,
 ) -> None:
     disk = _enter(stack, make, tmp_path / "disk", 64 * MIB)
-    environment = dict(disk.will(what))
+    environment = dict(disk.will(trouble))
     job = Job(
         tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[TROUBLE], environment=environment
     )
-    _refused(job, baseline_of(DP2), words)
+    _refused(job, baseline_of(DP2), message)
 
 
 @pytest.mark.parametrize(
-    ("what", "layout", "arguments"),
+    ("trouble", "layout", "arguments"),
     [
         ("inodes", DP2, ()),
         ("full", TORCH_DIST, ()),
@@ -112,7 +117,7 @@ def test_the_disk_gets_worse(
     ids=["inodes", "torch_dist", "async"],
 )
 def test_training_goes_on_while_nothing_can_be_saved(
-    what: str,
+    trouble: str,
     layout: Layout,
     arguments: Sequence[str],
     tmp_path: Path,
@@ -136,7 +141,7 @@ def test_training_goes_on_while_nothing_can_be_saved(
         faults=faults,
         options=("--ttp-online", "60", "--ttp-spares", "0"),
         arguments=arguments,
-        environment=dict(disk.will(what)),
+        environment=dict(disk.will(trouble)),
     )
     result = harness.run(job, code=0)
     assert "step 2 could not be saved meanwhile" in result.log
@@ -175,7 +180,7 @@ def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
 
 
 def test_a_disk_goes_whoever_has_a_copy_of_it(tmp_path: Path, stack: ExitStack) -> None:
-    """Of the tests themselves: others make mount namespaces at the same time."""
+    """Other tests make mount namespaces at the same time, which also have the disk mounted."""
     disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
     holds = "echo; read wait"
     command = ("unshare", "--mount", "sh", "-c", holds)
@@ -190,7 +195,7 @@ def test_a_disk_goes_whoever_has_a_copy_of_it(tmp_path: Path, stack: ExitStack) 
 
 
 def test_a_disk_hangs_on_one_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """A write there never returns, while its process answers: another node writes in its place."""
+    """A write on that node never returns, while its process answers: another node writes in its place."""
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",

@@ -70,7 +70,7 @@ LESS = ("--no-save-optim", "--no-save-rng")
 
 
 def test_last_words_have_more_than_regular_saves(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The last words are what the framework saves without these options, and the job goes on bitwise."""
+    """Last words equal a save of the framework without these options, and the job continues bitwise."""
     job = job_in(
         tmp_path,
         DIST,
@@ -125,20 +125,22 @@ def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """What the survivors wrote trains on, cut in another way, as what the framework wrote."""
+    """The survivors' checkpoint trains on in another layout, as does the framework's own checkpoint."""
     baseline = baseline_of(RESHARDABLE)
     job = job_in(tmp_path, RESHARDABLE, faults=["rank=0,step=7,phase=backward,kind=sigkill"])
     scenario.survives(job, baseline, code=137, saved={6})
-    words = manifest.read(job.save / "iter_0000006").files
-    assert {file.path for file in words if file.xxh3_128 is None} == {"__0_0.distcp", "__1_0.distcp"}
-    ours, theirs = (
+    files = manifest.read(job.save / "iter_0000006").files
+    assert {file.path for file in files if file.xxh3_128 is None} == {"__0_0.distcp", "__1_0.distcp"}
+    from_last_words, from_framework = (
         harness.run(
             Job(tmp_path / name, PIPELINE, launcher="torchrun", load=load, arguments=["--ckpt-step", "6"])
         )
         for name, load in (("ours", job.save), ("theirs", baseline.checkpoints))
     )
-    assert (ours.code, theirs.code) == (0, 0), ours.log[-3000:] + theirs.log[-3000:]
-    outcome.assert_same_training(ours, theirs.records, steps=(7, 8))
+    assert (from_last_words.code, from_framework.code) == (0, 0), (
+        from_last_words.log[-3000:] + from_framework.log[-3000:]
+    )
+    outcome.assert_same_training(from_last_words, from_framework.records, steps=(7, 8))
 
 
 def _in_place(save: Path) -> set[str]:
@@ -172,9 +174,9 @@ def test_weights_that_are_saved_turned_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--use-persistent-ckpt-worker"]], ids=["", "persistent-writer"])
 def test_an_asynchronous_save(arguments: list[str], tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """A death while other processes may still write: that save is complete under its name, or not there.
+    """At the death other processes may still write: that save is complete under its name, or missing.
 
-    A persistent writer has semaphores with names, which the killed rank does not leave behind.
+    A persistent writer has named semaphores, which the killed rank must not leave behind.
     """
     baseline = baseline_of(DIST)
     save = tmp_path / "save"

@@ -1,6 +1,6 @@
 """fp8, weights in fp8, moments in bfloat16: Megatron-LM's own code, and a stand-in for Transformer Engine.
 
-The stand-in (`tests/standins/te`) rounds as Transformer Engine's sources say, and what it keeps has the same
+The stand-in (`tests/standins/te`) rounds as in Transformer Engine's sources, and keeps state under the same
 names and types.
 """
 
@@ -44,7 +44,7 @@ EXPERTS = fp8("experts", "blockwise", WEIGHTS, *harness.EXPERTS)
 
 @pytest.mark.parametrize("layout", [TENSORWISE, MXFP8, EXPERTS], ids=lambda layout: layout.name)
 def test_only_the_failed_rank_is_replaced(layout: Layout, tmp_path: Path) -> None:
-    """The last words, and what is trained behind them, are those of the framework, bit for bit."""
+    """The last words, and the training after them, equal those of the framework bit for bit."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
     trains_on(online(tmp_path, layout, faults, environment=WITH_TRANSFORMER_ENGINE), baseline_of(layout))
 

@@ -1,4 +1,4 @@
-"""A job that hangs: noticed by boards that stand still, named, saved, ended."""
+"""A hanging job: detected by boards without progress; the rank is named, the job saved and ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DP2_EVALUATES = Layout(
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "phase", "kind", "saved", "words"),
+    ("layout", "rank", "phase", "kind", "saved", "cause"),
     [
         (DP2, 1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
         (
@@ -43,14 +43,14 @@ def test_a_rank_hangs(
     phase: str,
     kind: str,
     saved: set[int],
-    words: str,
+    cause: str,
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
     job = job_in(tmp_path, layout, options=HANG, faults=[f"rank={rank},step=6,phase={phase},kind={kind}"])
     result = survives(job, baseline_of(layout), code=1, saved=saved)
     assert "nothing has moved for " in result.last_line
-    assert words in result.last_line
+    assert cause in result.last_line
     stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
     ranks = range(layout.processes)
     assert stacks >= {f"rank{rank}.txt" for rank in ranks}
@@ -65,7 +65,7 @@ def test_a_rank_hangs(
 
 
 def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """What they have fetched before is used first."""
+    """Batches that the loaders fetched before the fault are used first."""
     job = job_in(
         tmp_path, DP2_LOADERS, options=HANG, faults=["rank=1,step=5,phase=data,kind=loaders-stopped"]
     )
@@ -93,7 +93,7 @@ def test_a_rank_hangs_in_an_evaluation(tmp_path: Path, baseline_of: BaselineOf) 
     assert "[ttp] protected from step 1 (split; any 1 rank)" in result.said
 
 
-def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_long_pauses_outside_of_steps_are_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Start-up, and a pause between two steps, are longer than the limit."""
     job = job_in(
         tmp_path, DP2, options=["--ttp-hang", "6"], faults=["rank=1,step=5,phase=between,kind=pause"]

@@ -1,4 +1,4 @@
-"""Faults after which nothing can be saved: the job says why, and what was saved before stays as it is."""
+"""Faults after which no state can be saved: the job reports the reason, and earlier checkpoints stay."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_finished_checkpoint_is_not_written_again(tmp_path: Path, baseline_of:
     harness.run(
         Job(tmp_path / "first", DP2, save=save, arguments=["--exit-interval", "4"], save_interval=4), code=0
     )
-    before = manifest.read(save / "iter_0000004")
+    manifest_before = manifest.read(save / "iter_0000004")
     job = Job(
         tmp_path / "job",
         DP2,
@@ -78,5 +78,5 @@ def test_a_finished_checkpoint_is_not_written_again(tmp_path: Path, baseline_of:
     )
     result = harness.run(job, code=137)
     assert outcome.assert_saved(save, 4) == save / "iter_0000004"
-    assert manifest.read(save / "iter_0000004") == before
+    assert manifest.read(save / "iter_0000004") == manifest_before
     assert "nothing to save: no step has finished since step 4" in result.last_line

@@ -69,8 +69,9 @@ def test_no_holder_of_a_shard_is_left(
 
 
 def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """With TTP_HOST_COPY=1 the death of a rank with experts of its own costs no step that all have finished.
-    The buddy's files and the own ones are parts of one checkpoint (torch_dist)."""
+    """With TTP_HOST_COPY=1 the death of a rank with its own experts costs no step that all ranks have
+    finished. The checkpoint has files of the buddy and of the rank itself (torch_dist).
+    """
     job = job_in(
         tmp_path,
         IN_PARTS,
@@ -89,7 +90,7 @@ def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
 
 @pytest.mark.parametrize("layout", [EXPERTS_ALONE, TP2_DP1], ids=lambda layout: layout.name)
 def test_without_a_setting(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Where a shard has one holder alone, copies are made (TTP_HOST_COPY=auto), and the user is told."""
+    """If a shard has only one holder, copies are made (TTP_HOST_COPY=auto), and a line reports the copies."""
     job = job_in(tmp_path, layout, restarts=1, faults=["rank=1,step=8,phase=update,kind=sigkill"])
     result = harness.run(job, code=0)
     (line,) = [line for line in result.said if "copies in host memory at least every 50 steps: " in line]
@@ -120,16 +121,18 @@ def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineO
     _assert_goes_on_from_copies(result, job, baseline_of(EXPERTS_ALONE), places="local_rank")
 
 
-def _assert_goes_on_from_copies(ended: Ended, job: Job, baseline: Baseline, places: str = "") -> None:
-    """A step that was copied is written as the framework saves it, but for `places`; then all is the same."""
-    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+def _assert_goes_on_from_copies(result: Ended, job: Job, baseline: Baseline, places: str = "") -> None:
+    """Assert that the copied step is written as the framework saves it, except for `places`, and trained
+    on.
+    """
+    (line,) = [line for line in result.said if "is written from the copies in host memory" in line]
     step = int(line.split()[2])
     assert 1 <= step <= 7
     assert job.save is not None
     folder = job.save / f"iter_{step:07d}"
-    found = differences(folder, baseline.checkpoints / folder.name)
-    assert [line for line in found if not places or places not in line] == []
-    outcome.assert_same_training(ended, baseline.records)
+    unequal = differences(folder, baseline.checkpoints / folder.name)
+    assert [line for line in unequal if not places or places not in line] == []
+    outcome.assert_same_training(result, baseline.records)
 
 
 def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -156,7 +159,7 @@ def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
 def test_a_node_is_lost_with_the_only_holder_of_a_shard(
     node: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """The agent of a node is killed, and its copies go along; the other node has kept them, too. With TLS."""
+    """The agent of a node is killed with its copies; the other node has kept copies of them. With TLS."""
     job = job_in(
         tmp_path,
         TP2_DP1,
@@ -175,15 +178,18 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(
     assert step in (2, 4, 6)  # no copy is made while one is on its way to the next node
     assert job.save is not None
     folder = job.save / f"iter_{step:07d}"
-    found = differences(folder, baseline.checkpoints / folder.name)
-    assert found == ["mp_rank_01/model_optim_rng.pt/args./local_rank: 0 and 1"]  # all were on one node there
+    unequal = differences(folder, baseline.checkpoints / folder.name)
+    assert unequal == [
+        "mp_rank_01/model_optim_rng.pt/args./local_rank: 0 and 1"
+    ]  # all were on one node there
     outcome.assert_same_training(result, baseline.records)
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_a_loop_of_ones_own_on_two_nodes(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks: nobody else has the shard of the one that dies. The script finds a
-    checkpoint of a copied step when it looks for one, with what it had counted then."""
+    """Two tensor-parallel ranks: only the dying rank holds its shard. The script finds a checkpoint of a
+    copied step, with the script's counters of that step.
+    """
     expected = undisturbed("--tensor", "2", layout=DP2, instances=1)
     save = tmp_path / "save"
     fault = "rank=1,step=8,phase=backward,kind=sigkill"
@@ -245,7 +251,7 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
 def test_online_all_go_back_to_their_copies(
     layout: Layout, fault: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """Only the rank that died gets a new process; the others take step 6 from their copies, and its data."""
+    """Only the dead rank gets a new process; the others take step 6 and its data from their copies."""
     options = ("--ttp-spares", "0", "--ttp-host-copy", "2")
     job = online(tmp_path, layout, [fault], options=options, save_interval=4)
     baseline = baseline_of(layout)

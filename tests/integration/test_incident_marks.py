@@ -14,9 +14,10 @@ from tests.integration.test_online import online
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """One strikes the rank that writes the log, and is recovered online; of two at step 6 the last is marked.
+    """One fault strikes the rank that writes the log and is recovered online; of two faults at step 6 the
+    last is marked.
 
-    The first of these lets all make the step again, the second restarts all before it is finished.
+    The first fault makes all ranks repeat the step; the second restarts all before the step is finished.
     """
     folder = tmp_path / "curves"
     layout = replace(DP2, name="dp2-tensorboard", extra=("--tensorboard-dir", str(folder)))
@@ -48,14 +49,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_wandb(folder: Path) -> Layout:
-    """A layout whose rank 1 writes to W&B what it writes to TensorBoard, without which it writes nothing."""
+    """Return a layout whose rank 1 also writes its TensorBoard values to W&B."""
     wandb = ("--wandb-project", "tests", "--wandb-exp-name", "marks", "--wandb-save-dir", str(folder))
     return replace(DP2, name="dp2-wandb", extra=("--tensorboard-dir", str(folder / "curves"), *wandb))
 
 
 @pytest.mark.usefixtures("offline")
 def test_wandb_after_online_recoveries(tmp_path: Path) -> None:
-    """The rank that writes the log is killed; the new process has a run of its own, and survives a fault."""
+    """The rank that writes the log is killed; its new process has a new run, and survives a fault."""
     from tests import wandb_file
 
     faults = [
@@ -76,7 +77,7 @@ def test_wandb_after_online_recoveries(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_wandb_after_a_restart(tmp_path: Path) -> None:
-    """The rank that writes the log survives, and is ended in a collective: its run has every step."""
+    """The rank that writes the log survives and is ended in a collective: its run has every step."""
     from tests import wandb_file
 
     harness.run(

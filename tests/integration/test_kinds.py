@@ -1,4 +1,4 @@
-"""However a process ends, its exit code is that of the job, and no finished step is lost."""
+"""Any end of a process gives the job the process's exit code and costs no finished step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_end_of_a_process(kind: str, code: int, tmp_path: Path, baseline_of:
     survives(job, baseline_of(DP2), code=code, saved={5})
 
 
-def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It lives on as a holder until its agent has decided."""
+def test_a_process_that_gets_sigterm(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The process stays alive as a holder until its agent has decided."""
     job = job_in(tmp_path, DP2, faults=["rank=1,step=5,phase=backward,kind=sigterm"])
     result = survives(job, baseline_of(DP2), code=143, saved={4, 5})
     assert "rank 1 was told to end by SIGTERM" in result.last_line
@@ -42,8 +42,8 @@ def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_
                 faults=["rank=1,step=6,phase=backward,kind=oom"],
                 environment={cgroups.MEMORY: str(group)},
             )
-            ended, _ = ends(job, baseline_of(DP2), code=137, saved={5})
+            result, _ = ends(job, baseline_of(DP2), code=137, saved={5})
             assert cgroups.killed_in(group) == 1
     except OSError as error:
         pytest.skip(f"not on this machine, or not for this user: {error}")
-    assert "rank 1 was ended by SIGKILL" in ended.last_line
+    assert "rank 1 was ended by SIGKILL" in result.last_line

@@ -1,4 +1,4 @@
-"""The layouts and precisions that are protected, each against its own baseline; mixtures of experts, too."""
+"""The protected layouts and precisions, mixtures of experts included, each with its own baseline."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_a_rank_is_killed(
     baseline_of: BaselineOf,
 ) -> None:
     job = job_in(tmp_path, layout, faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"])
-    ended = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
+    result = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
     if layout in MIRRORED:
-        assert "[ttp] second copies of optimizer shards by mirror: " in ended.log
+        assert "[ttp] second copies of optimizer shards by mirror: " in result.log
     if (layout, rank) in PLANNED:
-        assert_as_planned(ended)
+        assert_as_planned(result)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, basel
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
     result = survives(job, baseline_of(TP2_DP1), code=1, saved={5})
-    (said,) = [line for line in result.said if "the data-parallel size is 1" in line]
-    assert "exceptions are survived, the death of a process is not" in said
+    (replica_line,) = [line for line in result.said if "the data-parallel size is 1" in line]
+    assert "exceptions are survived, the death of a process is not" in replica_line
 
 
 def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:

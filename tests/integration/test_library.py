@@ -1,4 +1,4 @@
-"""Megatron-core as a library, with a training loop of its own that `adaptor.protect` is told of."""
+"""Megatron-core as a library, with a training loop under `adaptor.protect`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ STREAM = ("--loop", "run-steps", "--stream")
 
 
 def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path) -> None:
-    """It reads ahead, and draws a random number when it is made; the loop counts what it has read."""
+    """The iterator reads ahead and draws a random number at its start; the loop counts the items."""
     faults = [
         "rank=2,step=4,phase=backward,kind=sigkill",
         "rank=0,step=6,phase=reduction,kind=exception",
@@ -107,7 +107,9 @@ def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path) -> No
 
 
 def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Path) -> None:
-    """The second one strikes the only other rank with the shard, when it gives it to the new process."""
+    """The second fault strikes the only other holder of the shard while it sends the shard to the new
+    process.
+    """
     faults = [
         "rank=2,step=4,phase=forward,kind=sigstop",
         "rank=1,step=7,phase=backward,kind=sigkill",
@@ -125,7 +127,7 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
 
 
 def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
-    """It counts its last step from that of the checkpoint, which the new process has not loaded."""
+    """The loop counts its last step from the checkpoint, which the new process has not loaded."""
     save = ("--save", str(tmp_path / "save"), *STREAM)
     fault = "rank=1,step=6,phase=reduction,kind=exception"
     compared = ("--ttp-verify-saves", "True")
@@ -155,7 +157,7 @@ def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "fault", "behind"),
+    ("layout", "fault", "saved_step"),
     [
         # What was added to gradients since the last update is in no state: it is made again.
         (("--accumulate", "2"), "rank=1,step=6,phase=backward,kind=sigkill", 4),
@@ -169,7 +171,7 @@ def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
     ids=["accumulates", "tensor-parallel", "frozen", "whole-optimizer", "stages", "experts"],
 )
 def test_layouts_are_recovered_online(
-    layout: tuple[str, ...], fault: str, behind: int, tmp_path: Path
+    layout: tuple[str, ...], fault: str, saved_step: int, tmp_path: Path
 ) -> None:
     instances = 1 if "--whole" in layout else 2
     expected = undisturbed(*layout, instances=instances)
@@ -179,11 +181,11 @@ def test_layouts_are_recovered_online(
         tmp_path / "job", *job, "--loop", "run-steps", restarts=1, faults=[fault], options=options, code=0
     )
     assert "1 incident (1 without a restart), 0 steps lost" in result.log
-    assert result.log.count(f"back behind step {behind}\n") == 4
-    outcome.assert_saved(tmp_path / "save", behind)
-    outcome.assert_same_training(result, expected, {*range(1, ITERATIONS + 1)} - {behind})
+    assert result.log.count(f"back behind step {saved_step}\n") == 4
+    outcome.assert_saved(tmp_path / "save", saved_step)
+    outcome.assert_same_training(result, expected, {*range(1, ITERATIONS + 1)} - {saved_step})
     if "--freeze" in layout:
-        _goes_on_by_itself(tmp_path, *job, step=behind)
+        _goes_on_by_itself(tmp_path, *job, step=saved_step)
 
 
 def test_muon(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_process_groups_of_a_collection(start: str, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_claimed_when_its_groups_are_made(tmp_path: Path) -> None:
-    """The groups stay what they are, so second copies are made by mirror."""
+    """The groups stay unchanged, so second copies are made by mirror."""
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
     result = train(tmp_path / "job", "--save", str(save), "--late", layout=DP2, faults=[fault], code=137)
@@ -280,9 +282,11 @@ def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
     result = train(
         tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault], code=137
     )
-    why = "an optimizer that adaptor.protect was given makes an update, and no step was begun; put each step"
-    assert sum(line.startswith(f"[ttp] NOT PROTECTED: {why}") for line in result.said) == 1
-    assert f"nothing to save: the job was not protected: {why}" in result.last_line
+    reason = (
+        "an optimizer that adaptor.protect was given makes an update, and no step was begun; put each step"
+    )
+    assert sum(line.startswith(f"[ttp] NOT PROTECTED: {reason}") for line in result.said) == 1
+    assert f"nothing to save: the job was not protected: {reason}" in result.last_line
     assert not any("protected from step" in line for line in result.said)
 
 
@@ -314,7 +318,7 @@ def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
     "one line that says what it needs, no traceback",
 )
 @pytest.mark.parametrize(
-    ("give", "words"),
+    ("give", "message"),
     [
         ("bare-model", "model is GPTModel: adaptor.protect needs a list of Megatron-core's"),
         (
@@ -326,10 +330,10 @@ def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
         ("other-increment", "after step 1 the scheduler is at 1 samples, and not at 2: samples_per_step"),
     ],
 )
-def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path) -> None:
+def test_an_unprotected_part_is_named(give: str, message: str, tmp_path: Path) -> None:
     result = train(tmp_path / "job", "--save", str(tmp_path / "save"), "--give", give, layout=DP2)
     assert result.code != 0, result.log[-3000:]
-    assert words in result.last_line
+    assert message in result.last_line
     assert "Traceback" not in result.log
 
 
@@ -338,7 +342,7 @@ def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path
     "the optimizer that updates weights is replaced by another before protect()",
     "refused at its first update, which no hook has told of",
 )
-def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
+def test_an_optimizer_without_hooks(tmp_path: Path) -> None:
     save = tmp_path / "save"
     result = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2, code=2)
     assert result.last_line.startswith(
@@ -364,7 +368,7 @@ def test_protected_twice(tmp_path: Path) -> None:
 
 @pytest.mark.robustness("A2", "a rank hangs in a loop of one's own", "noticed, named, saved")
 @pytest.mark.parametrize(
-    ("loop", "phase", "kind", "step", "words"),
+    ("loop", "phase", "kind", "step", "cause"),
     [
         ("step", "forward", "sigstop", 5, "rank 1 does not answer"),
         ("begin-step", "forward", "deadlock", 5, "rank 1 stands still, others wait; wait (threading.py:"),
@@ -373,18 +377,20 @@ def test_protected_twice(tmp_path: Path) -> None:
     ],
     ids=["stopped in a step", "a step without an end", "between two steps"],
 )
-def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, words: str, tmp_path: Path) -> None:
+def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, cause: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = f"rank=1,step=6,phase={phase},kind={kind}"
     job = ("--save", str(save), "--loop", loop)
     result = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"], code=1)
     assert "nothing has moved for " in result.last_line
-    assert words in result.last_line
+    assert cause in result.last_line
     outcome.assert_saved(save, step)
 
 
 def test_the_example(tmp_path: Path) -> None:
-    """It goes on without a restart after the loss of a rank, and prints what it prints undisturbed."""
+    """The example continues without a restart after the loss of a rank, with the output of an undisturbed
+    run.
+    """
     script = tmp_path / "pretrain.py"
     # The harness names a file for records, which the example does not write.
     script.write_text(f"""
@@ -397,11 +403,11 @@ runpy.run_path({str(harness.ROOT / "examples/megatron_core/pretrain.py")!r}, run
 """)
     run = partial(train, layout=DP2, script=script)
 
-    def steps_of(ended: Ended) -> dict[str, str]:
-        assert ended.code == 0, ended.log[-3000:]
-        found = re.findall(r"step (\d+) (loss \S+ grad norm \S+)", ended.log)
-        assert len(found) == len({step for step, _ in found}) == ITERATIONS
-        return dict(found)
+    def steps_of(result: Ended) -> dict[str, str]:
+        assert result.code == 0, result.log[-3000:]
+        steps = re.findall(r"step (\d+) (loss \S+ grad norm \S+)", result.log)
+        assert len(steps) == len({step for step, _ in steps}) == ITERATIONS
+        return dict(steps)
 
     without = run(tmp_path / "undisturbed", "--save", str(tmp_path / "none"), launcher="torchrun")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"

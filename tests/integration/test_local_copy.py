@@ -31,22 +31,22 @@ def _ends(
         arguments=["--local-copy-os"] if by_argument else [],
         faults=faults,
     )
-    ended, _ = ends(job, baseline_of(layout), code=code, saved=saved)
-    (said,) = [line for line in ended.said if "local copy" in line]
-    assert said.startswith(
+    result, _ = ends(job, baseline_of(layout), code=code, saved=saved)
+    (copy_line,) = [line for line in result.said if "local copy" in line]
+    assert copy_line.startswith(
         "[ttp] a local copy of the optimizer state is made before each update, in place of the barrier"
         " (TTP_LOCAL_COPY): "
     )
-    return ended
+    return result
 
 
-def _noted(ended: Ended, what: str) -> list[tuple[int, str]]:
+def _noted(result: Ended, event_type: str) -> list[tuple[int, str]]:
     """Rank and detail of what is on the timeline of the incident."""
-    (report,) = (ended.job.out / "logs").glob("*/incidents/*.json")
+    (report,) = (result.job.out / "logs").glob("*/incidents/*.json")
     return [
         (event["rank"], event["data"].get("detail", ""))
         for event in json.loads(report.read_text())["events"]
-        if event["type"] == what
+        if event["type"] == event_type
     ]
 
 

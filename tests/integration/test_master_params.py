@@ -1,6 +1,6 @@
 """Main params that Transformer Engine's Adam keeps as weights and the lower halves of their bits.
 
-`tests/standins/te` has an Adam that does so.
+`tests/standins/te` has such an Adam.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
     ("layout", "rank"), [(GATHERED, 0), (MIRROR, 1)], ids=["lower-halves-saved-as-numbers", "mark-of-padding"]
 )
 def test_a_restart(layout: Layout, rank: int, tmp_path: Path) -> None:
-    """The framework cannot load what it has saved: see `LOADED`."""
+    """The framework cannot load its own checkpoint: see `LOADED`."""
     job = Job(
         tmp_path / "job",
         layout,
@@ -69,9 +69,11 @@ def test_copies_in_host_memory(tmp_path: Path) -> None:
         faults=["rank=1,step=8,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    assert any(line.startswith("[ttp] step 6 is written from the copies") for line in ended.said), ended.said
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    assert any(line.startswith("[ttp] step 6 is written from the copies") for line in result.said), (
+        result.said
+    )
     baseline = baseline_of(MIRROR)
     scenario.assert_as_saved(tmp_path / "save", (6,), baseline)
-    outcome.assert_same_training(ended, baseline.records)
+    outcome.assert_same_training(result, baseline.records)

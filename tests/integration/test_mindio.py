@@ -1,6 +1,7 @@
-"""Scripts that were adapted to MindIO TTP by hand, on this engine: their handlers save what it chooses.
+"""Scripts adapted to MindIO TTP by hand, on the builtin engine: the engine chooses the step, their handlers
+save.
 
-What the interface promises a script is asked of the SDK, too, where one is installed: `test_the_interface`.
+`test_the_interface` also checks the SDK, if installed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ FOUR = Layout("mindio", 4)
 def train(
     out: Path, *arguments: str, restarts: int = 0, engine: str = "builtin", **environment: str
 ) -> tuple[Ended, Path, list[str]]:
-    """What came of it, the folder of checkpoints, and the calls of handlers.
+    """Run a job; return its result, the folder of checkpoints, and the calls of handlers.
 
-    With the engine `mindio` the script finds the installed SDK; the test is skipped where there is none.
+    With the engine `mindio` the script imports the installed SDK; without an SDK the test is skipped.
     """
     save = out.with_name(f"{out.name}-save")
     save.mkdir()
@@ -32,7 +33,7 @@ def train(
     if engine == "mindio":
         paths += [*sdk.require(), os.environ.get("PYTHONPATH", "")]
         options = ["--ttp-engine", engine]
-    ended = harness.run(
+    result = harness.run(
         Job(
             out,
             FOUR,
@@ -45,7 +46,7 @@ def train(
         )
     )
     calls = save / "calls"
-    return ended, save, calls.read_text().splitlines() if calls.exists() else []
+    return result, save, calls.read_text().splitlines() if calls.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +67,11 @@ def assert_saved(save: Path, step: int, weights: dict[int, torch.Tensor]) -> Non
 def test_the_older_form_and_the_job_goes_on_by_itself(
     tmp_path: Path, weights: dict[int, torch.Tensor]
 ) -> None:
-    """Rank 1 has yet to make the update that the others have made; its arguments are of the step before."""
+    """Rank 1 lacks the update that the others have made; its arguments belong to the step before."""
     faults = ("--fault", "3:5:ended:sigkill", "--fault", "1:5:barrier:break")
-    ended, save, calls = train(tmp_path / "job", "--form", "older", *faults, restarts=1)
-    assert ended.code == 0, ended.log[-3000:]
-    assert "[ttp] rank 3 was ended by SIGKILL; step 5 is saved, no finished step is lost" in ended.log
+    result, save, calls = train(tmp_path / "job", "--form", "older", *faults, restarts=1)
+    assert result.code == 0, result.log[-3000:]
+    assert "[ttp] rank 3 was ended by SIGKILL; step 5 is saved, no finished step is lost" in result.log
     assert sorted(calls[:2]) == ["save 0 5 5 0 [0, 1]", "save 1 5 5 0 [0, 1]"]
     assert calls[2:] == ["rename 0 5"]
     assert_saved(save, 5, weights)
@@ -82,10 +83,10 @@ def test_the_older_form_and_the_job_goes_on_by_itself(
 def test_the_interface(
     engine: str, kind: str, code: int, tmp_path: Path, weights: dict[int, torch.Tensor]
 ) -> None:
-    """The newer form, on each engine: who is asked to save what, and that it is named once, afterwards."""
+    """The newer form on each engine: the ranks that must save, and a single rename after the saves."""
     fault = ("--fault", f"3:5:backward:{kind}")
-    ended, save, calls = train(tmp_path / "job", "--form", "newer", "--blocks", *fault, engine=engine)
-    assert ended.code == code, ended.log[-3000:]
+    result, save, calls = train(tmp_path / "job", "--form", "newer", "--blocks", *fault, engine=engine)
+    assert result.code == code, result.log[-3000:]
     assert_saved(save, 4, weights)
     assert sorted(calls[:2]) == [f"save {rank} 4 0 [0, 1] ctx" for rank in (0, 1)]
     assert calls[2] in ("rename 0 4", "rename 1 4")
@@ -95,12 +96,12 @@ def test_the_interface(
 def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
     """Rank 1 has the only copy of its shard left, and has not come to the update of step 5."""
     faults = ("--fault", "3:5:window:sigkill", "--fault", "1:5:reduced:stall", "--local-copy")
-    ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults)
-    assert ended.code == 137, ended.log[-3000:]
-    assert ended.last_line in {
-        f"[ttp] rank 3 was ended by SIGKILL; step 4 is saved, {what}"
+    result, save, calls = train(tmp_path / "job", "--form", "newer", *faults)
+    assert result.code == 137, result.log[-3000:]
+    assert result.last_line in {
+        f"[ttp] rank 3 was ended by SIGKILL; step 4 is saved, {loss}"
         # Ranks 0 and 2 may have made the update of step 5 by then, or not.
-        for what in ("step 5 was not finished on every rank", "no finished step is lost")
+        for loss in ("step 5 was not finished on every rank", "no finished step is lost")
     }
     assert_saved(save, 4, weights)
     assert sorted(calls[:2]) == ["save 0 4 0 [0, 1] ctx", "save 1 4 0 [0, 1] ctx"]
@@ -109,11 +110,13 @@ def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dic
 
 
 def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
-    """The other one is called again, with who takes its place; its device is reset each time."""
+    """The handler of the other holder is called again, with the replacement; its device is reset each
+    time.
+    """
     faults = ("--fault", "3:5:backward:exception", "--fault", "0:4:save:sigkill")
-    ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults, TTP_STOP_CLEAN_BEFORE_DUMP="1")
-    assert ended.code == 137, ended.log[-3000:]
-    assert ended.last_line.endswith("; step 4 is saved, no finished step is lost")
+    result, save, calls = train(tmp_path / "job", "--form", "newer", *faults, TTP_STOP_CLEAN_BEFORE_DUMP="1")
+    assert result.code == 137, result.log[-3000:]
+    assert result.last_line.endswith("; step 4 is saved, no finished step is lost")
     assert_saved(save, 4, weights)
     of_rank_1 = [line for line in calls if line.split()[1] == "1"]
     assert of_rank_1 == [
@@ -128,11 +131,11 @@ def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.T
     ("layout", "odd"), [(FOUR, ()), (Layout("mindio-odd", 3), ("--odd", "--global-batch-size", "6"))]
 )
 def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, ...], tmp_path: Path) -> None:
-    """On a framework of ModelLink's shape: from shards and copies comes what the framework's own save has."""
+    """On a framework of ModelLink's shape: shards and copies give the files of the framework's own save."""
     small = harness.ROOT / "tests/frameworks/small"
-    save, words = tmp_path / "save", tmp_path / "words"
-    words.mkdir()
-    os.mkfifo(f"{words}.made")
+    save, last_words = tmp_path / "save", tmp_path / "words"
+    last_words.mkdir()
+    os.mkfifo(f"{last_words}.made")
     result = harness.run(
         Job(
             tmp_path / "job",
@@ -141,31 +144,33 @@ def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, .
             options=["--ttp-provide-mindio", "1"],
             arguments=[
                 *("--save", str(save), "--save-interval", "1", "--use-distributed-optimizer"),
-                *("--words", str(words), "--die", "5", "--local-copy-os", *odd),
+                *("--words", str(last_words), "--die", "5", "--local-copy-os", *odd),
             ],
             environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
         ),
         code=137,
     )
     assert result.last_line.endswith("; step 4 is saved, step 5 was not finished on every rank")
-    (last,) = words.iterdir()
-    own = save / last.name / "mp_rank_00"
+    (last,) = last_words.iterdir()
+    own_save = save / last.name / "mp_rank_00"
     assert last.name == "iter_0000004"
-    ours, theirs = (torch.load(folder / "distrib_optim.pt")[0][torch.float] for folder in (last, own))
-    assert list(ours) == list(theirs) == ["param", "exp_avg", "exp_avg_sq"]
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ours, theirs = (
-        torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]["language_model"]
-        for folder in (last, own)
+    joined, expected = (
+        torch.load(folder / "distrib_optim.pt")[0][torch.float] for folder in (last, own_save)
     )
-    assert ours.keys() == theirs.keys()
-    for part, weights in theirs.items():
-        assert ours[part].keys() == weights.keys()
-        assert all(torch.equal(ours[part][name], weights[name]) for name in weights)
+    assert list(joined) == list(expected) == ["param", "exp_avg", "exp_avg_sq"]
+    assert all(torch.equal(joined[name], expected[name]) for name in expected)
+    joined, expected = (
+        torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]["language_model"]
+        for folder in (last, own_save)
+    )
+    assert joined.keys() == expected.keys()
+    for part, weights in expected.items():
+        assert joined[part].keys() == weights.keys()
+        assert all(torch.equal(joined[part][name], weights[name]) for name in weights)
 
 
-def test_the_optimizers_refuse_what_the_patches_refuse(tmp_path: Path) -> None:
-    """A script that was edited by hand has parsed its arguments without us."""
+def test_the_optimizers_and_the_patches_refuse_the_same_options(tmp_path: Path) -> None:
+    """A script edited by hand has parsed its arguments without the adaptor."""
     small = harness.ROOT / "tests/frameworks/small"
     result = harness.run(
         Job(

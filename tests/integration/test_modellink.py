@@ -33,15 +33,18 @@ class Small:
             *(() if job.save is None else ("--save", str(job.save))),
             *(() if job.load is None else ("--load", str(job.load))),
         ]
-        whole = () if not job.layout.distributed_optimizer else ("--use-distributed-optimizer",)
+        distributed = () if not job.layout.distributed_optimizer else ("--use-distributed-optimizer",)
         interval = ["--save-interval", str(job.save_interval)]
-        more = [*whole, *job.layout.extra, *job.arguments]
-        return [str(SMALL / "pretrain.py"), *sizes, *folders, *interval, *more]
+        options = [*distributed, *job.layout.extra, *job.arguments]
+        return [str(SMALL / "pretrain.py"), *sizes, *folders, *interval, *options]
 
 
 @pytest.mark.integration
 def test_a_half_saves_for_the_other(tmp_path: Path) -> None:
-    """Split: rank 3 dies in the update of step 4, which rank 1 makes as well. Both halves load it again."""
+    """Split: rank 3 dies in the update of step 4, which rank 1 also makes.
+
+    Both halves load the checkpoint again.
+    """
     check = Check(DP4, *killed(3, 4, "update"), 4, restarts=1)
     replica, result = Bench(Small(), tmp_path).run(check, "job")
     assert replica == "split (auto)"
@@ -50,7 +53,7 @@ def test_a_half_saves_for_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
-    """Mirror, with a local copy: what they save the framework loads as it loads its own checkpoint."""
+    """Mirror with a local copy: the framework loads the last words like its own checkpoint."""
     check = Check(DP3, *BREAKS_OFF, 5, options=LOCAL_COPY)
     replica, result = Bench(Small(), tmp_path).run(check, "job")
     assert replica == "mirror (auto)"

@@ -40,7 +40,7 @@ def test_both_agents_restart_together(tmp_path: Path, baseline_of: BaselineOf) -
 
 
 def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """As at the end of a script; its agent stays, for the other node's worker fails without it."""
+    """As at the end of a script; the agent stays, because the other node's worker still runs."""
     job = job_in(
         tmp_path, DP2, nodes=2, restarts=1, faults=["rank=0,step=6,phase=backward,kind=sys.exit,code=0"]
     )
@@ -52,18 +52,18 @@ def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_o
     [(0, "agent-sigterm"), (1, "tree-sigterm")],
     ids=["node0", "node1-and-its-workers"],
 )
-def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The job cannot go on without it, so all of it ends, saved, whatever restarts are left."""
+def test_one_node_gets_sigterm(rank: int, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The job needs the node, so the whole job saves and ends, even with restarts left."""
     job = job_in(tmp_path, DP2, nodes=2, restarts=1, faults=[f"rank={rank},step=5,phase=forward,kind={kind}"])
-    ended, _ = ends(job, baseline_of(DP2), code=143, saved={4, 5})
-    for log in ended.logs:
+    result, _ = ends(job, baseline_of(DP2), code=143, saved={4, 5})
+    for log in result.logs:
         assert f"ttprun on node {rank}" in log or kind == "tree-sigterm"
         assert "was told to end by SIGTERM; step " in log
-    assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
+    assert all(line["restart"] == 0 for lines in result.records.values() for line in lines)
 
 
 def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """And rank 0 with it: the other node takes over, and saves what it holds."""
+    """Rank 0 is killed with the agent: the other node takes over, and saves its shards."""
     job = job_in(
         tmp_path, DP4, nodes=2, restarts=1, faults=["rank=0,step=6,phase=backward,kind=agent-sigkill"]
     )
@@ -97,8 +97,8 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
     result = harness.run(job, code=137)
     for log in result.logs[2:]:
         assert "[ttp] node 0 is lost, node 1 is lost; step 5 is saved, no finished step is lost" in log
-    (left,) = left_overs.clean(save)  # what the next start does
-    assert left.startswith("iter_0000005_tmp1_")
+    (left_over,) = left_overs.clean(save)  # what the next start does
+    assert left_over.startswith("iter_0000005_tmp1_")
     assert_last_words(save, 5, baseline_of(DP4))
 
 
@@ -120,13 +120,15 @@ def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: Baselin
     steps = outcome.steps_in(save)
     assert steps in ([5], [5, 6], [6])
     step = steps[-1]
-    words = f"rank 1 was told to end by SIGTERM; step {step} is saved, no finished step is lost; the newest"
-    assert words in result.logs[1]
+    outcome_text = (
+        f"rank 1 was told to end by SIGTERM; step {step} is saved, no finished step is lost; the newest"
+    )
+    assert outcome_text in result.logs[1]
     assert_last_words(save, step, baseline_of(DP2))
 
 
 def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """On its node alone: the agent of the other one publishes."""
+    """The disk fails on one node only: the agent of the other node publishes."""
     job = job_in(
         tmp_path,
         DP2,
@@ -144,7 +146,7 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
 
 
 def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The other one takes the folder from it; what it does when it goes on finds nothing."""
+    """The other agent takes over the folder; the stopped agent later finds nothing to do."""
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",
@@ -167,10 +169,10 @@ def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: Baseli
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 @pytest.mark.parametrize("kind", ["cut", "unplugged"])
 def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
+    """No connection is closed, and no packet arrives. Both sides save the same step into the same folder.
 
-    That the network comes back after the verdicts changes nothing: each side has taken the other for lost,
-    and a job with a fixed place for each node does not start again without one.
+    The network's return after the verdicts changes nothing: each side counts the other as lost, and a job
+    with fixed node numbers does not restart with a node missing.
     """
     save = tmp_path / "save"
     with namespaces.two() as network:
@@ -196,8 +198,8 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
-def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """A cut that is mended, links that are slow from then on, an agent that stands still for a while."""
+def test_slow_nodes_and_links_are_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A cut that is mended, links that are slow afterwards, an agent that stands still for a while."""
     with namespaces.two() as network:
         job = job_in(
             tmp_path,

@@ -34,7 +34,7 @@ def _classes_in_checkpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
-    """Its checkpoints name classes, which torch since 2.6 loads only where it is told so."""
+    """The framework's checkpoints name classes, which torch since 2.6 loads only with a setting."""
     environment = {**WITH_TRANSFORMER_ENGINE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     job = job_in(tmp_path, SPLIT, faults=["rank=1,step=6,phase=update,kind=sigkill"], environment=environment)
     scenario.survives(job, baseline_of(SPLIT), code=137, saved={6}, resumed=True)

@@ -74,16 +74,16 @@ KILLED = (
 )
 
 
-def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **given: Any) -> Job:
-    """A job that recovers online, from cold processes unless it says something else."""
-    options = given.pop("options", ("--ttp-spares", "0"))
+def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **job_options: Any) -> Job:
+    """Return a job that recovers online, by default from cold processes."""
+    options = job_options.pop("options", ("--ttp-spares", "0"))
     return job_in(
         tmp_path,
         layout,
         faults=faults,
-        restarts=given.pop("restarts", 1),
+        restarts=job_options.pop("restarts", 1),
         options=("--ttp-online", "60", *options),
-        **given,
+        **job_options,
     )
 
 
@@ -95,10 +95,10 @@ def trains_on(
     lost_nodes: int = 0,
     written: Collection[int] = (),
 ) -> Ended:
-    """The job ends well, without a restart; what it trained is, bit for bit, what the baseline trained.
+    """Assert that the job ends well without a restart, and that its training equals the baseline bit for bit.
 
-    The framework's own log has a line for each `log_interval` steps, as that of the baseline; what those of
-    the steps `written` lack says `framework_log`. So many `lost_nodes` are killed.
+    The framework's log has a line for every `log_interval` steps, as in the baseline; `framework_log` defines
+    the gaps of the steps `written`. `lost_nodes` nodes are killed.
     """
     assert job.save is not None
     result = harness.run(job)
@@ -106,7 +106,7 @@ def trains_on(
     assert [code for code in result.codes if code] == [killed] * lost_nodes, result.log[-5000:]
     outcome.assert_saved(job.save, ITERATIONS)
     # Each step that all went on from was saved first, and the framework would have saved the same.
-    saved = {int(found) for found in re.findall(r"training goes on after step (\d+)", result.log)}
+    saved = {int(step) for step in re.findall(r"training goes on after step (\d+)", result.log)}
     regular = range(job.save_interval, ITERATIONS, job.save_interval)
     assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), result.said
     assert_as_saved(job.save, (*saved, ITERATIONS), baseline)
@@ -115,10 +115,10 @@ def trains_on(
     outcome.assert_same_training(result, baseline.records, steps=steps)
     framework_log.assert_same(result, baseline, log_interval, written=written)
     assert {line["restart"] for lines in result.records.values() for line in lines} == {0}
-    told = [
+    recoveries = [
         line for line in result.said if re.search(r" training goes on after step \d+, 0 steps lost, ", line)
     ]
-    assert len(told) == incidents * job.nodes, result.said
+    assert len(recoveries) == incidents * job.nodes, result.said
     several = "" if incidents == 1 else "s"
     assert f"{incidents} incident{several} ({incidents} without a restart), 0 steps lost" in result.log
     reports = [json.loads(path.read_text()) for path in job.out.glob("logs/*/incidents/*.json")]
@@ -135,8 +135,8 @@ REPLACED = (
 BEGINS = re.compile(r"/args\./(iteration|curr_iteration|num_floating_point_operations_so_far): ")
 
 
-def says(ended: Ended, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, line) for line in ended.said)
+def says(result: Ended, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, line) for line in result.said)
 
 
 @pytest.mark.parametrize(("rank", "phases"), KILLED)
@@ -157,29 +157,31 @@ def test_a_rank_is_killed(rank: int, phases: Sequence[str], tmp_path: Path, base
 
 
 def test_an_exception_replaces_nobody(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """At `door-before` all others are READY for step 6, which no rank has finished. It needs no restart."""
+    """At `door-before` all others are READY for step 6, which no rank has finished. No restart is needed."""
     faults = ["rank=1,step=4,phase=backward,kind=exception", "rank=1,step=6,phase=door-before,kind=exception"]
     result = trains_on(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), incidents=2)
     assert result.log.count("nobody is replaced") == 2
 
 
 def test_after_a_read_that_failed_all_start_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """What has failed to read some data would go on behind them: its rank would be ahead of all others."""
+    """A loader with a failed read would skip that data: its rank would be ahead of all others."""
     job = online(tmp_path, DP2, ["rank=1,step=6,phase=read,kind=exception"])
     result = restarts(job, baseline_of(DP2), saved={5})
     assert "not recovered online: rank 1: its data loader has failed, and would leave out" in result.log
 
 
 def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Before, a drill finds that the rank does not hold what the other rank saves."""
+    """Before the fault a drill shows that the rank's shard differs from the copy that the other rank
+    saves.
+    """
     faults = [
         "rank=1,step=5,phase=between,kind=flip-moment,code=7",
         "rank=1,step=6,phase=backward,kind=sigkill",
     ]
     job = online(tmp_path, DP2, faults, restarts=0, environment={"TTP_DRILL_EVERY": "1"})
-    ended, _ = ends(job, baseline_of(DP2), code=137, saved={5})
-    assert "no restart is left (--max-restarts), and no spare process waits on its node" in ended.log
-    (drilled,) = (line for line in ended.said if line.startswith("[ttp] drill: "))
+    result, _ = ends(job, baseline_of(DP2), code=137, saved={5})
+    assert "no restart is left (--max-restarts), and no spare process waits on its node" in result.log
+    (drilled,) = (line for line in result.said if line.startswith("[ttp] drill: "))
     assert re.search(r"step 5 could not be saved bit for bit without rank 1: .* exp_avg of shard", drilled)
     (status,) = job.out.glob("logs/*/status.json")
     assert json.loads(status.read_text())["drill_problem"]
@@ -190,22 +192,22 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     save = ("--save", str(tmp_path / "save"))
     result = train(tmp_path / "job", *save, layout=DP2, restarts=1, faults=[fault], options=options, code=0)
-    why = "its training loop does not make its steps by protection.run_steps"
-    line = f"[ttp] online recovery: no ({why}); a fault restarts all ranks"
+    reason = "its training loop does not make its steps by protection.run_steps"
+    line = f"[ttp] online recovery: no ({reason}); a fault restarts all ranks"
     assert result.said.count(line) == 1
     assert "not recovered online" not in result.log, "it was said"
     assert "restart 1 of 1: from step 5, 0 steps lost" in result.log
 
 
 def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
-    """Its ranks have empty param groups, because others have such groups for experts."""
+    """Ranks of the stage have empty param groups, because others have such groups for experts."""
     result = harness.run(online(tmp_path, MOE_DENSE_STAGE, [], arguments=("--exit-interval", "1")), code=0)
-    why = "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
-    assert result.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
+    reason = "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
+    assert result.said.count(f"[ttp] online recovery: no ({reason}); a fault restarts all ranks") == 1
 
 
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
-    """Where no restart is left; with torch.compile and data loader processes, as in a user's job."""
+    """With no restart left, torch.compile and data loader processes, as in a user's job."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]
     compiler = {  # of both jobs; it compiles neither headers nor tests of the processor ahead
         "TORCHINDUCTOR_CACHE_DIR": str(keeping.root() / "compiled"),
@@ -213,9 +215,9 @@ def test_a_spare_takes_the_place(tmp_path: Path) -> None:
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     baseline = baselines(keeping.root(), environment=compiler, of_a_user=True)(DP2_LOADERS)
-    given: dict[str, Any] = {"options": ("--ttp-spares", "1"), "restarts": 0, "of_a_user": True}
+    options: dict[str, Any] = {"options": ("--ttp-spares", "1"), "restarts": 0, "of_a_user": True}
     job = online(
-        tmp_path, DP2_LOADERS, faults, environment={**compiler, "TORCH_LOGS": "output_code"}, **given
+        tmp_path, DP2_LOADERS, faults, environment={**compiler, "TORCH_LOGS": "output_code"}, **options
     )
     result = trains_on(job, baseline)
     assert f"replaced by pid {result.stamps[0]['spare']}, " in result.log
@@ -224,8 +226,9 @@ def test_a_spare_takes_the_place(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """An operator ends the rank (`ttp drill`). The second fault strikes in a function that a module of the
-    framework has from another one by name: a process that has been a spare has it as a worker does."""
+    """An operator ends the rank (`ttp drill`). The second fault strikes in a function that a framework module
+    has imported from another by name: a former spare has the same function as a worker.
+    """
     faults = [
         f"rank=1,step={step},phase={phase},kind={kind},restart=-2"
         for step, phase, kind in ((4, "backward", "drilled"), (6, "norm", "sigkill-beside-a-spare"))
@@ -240,13 +243,13 @@ def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_o
 
 
 def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Every process that takes the place of rank 1 is: then there are last words, and all start again."""
+    """Every replacement of rank 1 is killed: then there are last words, and all ranks restart."""
     faults = [
         "rank=1,step=6,phase=backward,kind=sigkill",
         *["rank=1,phase=start,kind=sigkill,restart=-1"] * 2,
     ]
-    ended = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
-    (path,) = ended.job.out.glob("logs/*/incidents/*.json")
+    result = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
+    (path,) = result.job.out.glob("logs/*/incidents/*.json")
     report = json.loads(path.read_text())
     assert report["verdict"] == "saved"
     assert "rank 1 was ended by SIGKILL" in report["reason"]
@@ -277,9 +280,10 @@ def test_layouts(layout: Layout, phases: Sequence[str], tmp_path: Path, baseline
     trains_on(online(tmp_path, layout, faults), baseline_of(layout), incidents=len(faults))
 
 
-def test_what_forward_passes_add_up_is_that_of_one_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """In step 4 the survivor makes its forward passes twice, the new process once. The line of step 6 is
-    written in the recovery, by collectives over the groups of what was added up."""
+def test_sums_of_forward_passes_are_those_of_one_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """In step 4 the survivor makes its forward passes twice, the new process once. The log line of step 6 is
+    written in the recovery, by collectives over the groups of the sums.
+    """
     faults = [
         "rank=1,step=4,phase=reduction,kind=sigkill",
         "rank=1,step=6,phase=gather,kind=sigkill,restart=-1",
@@ -293,7 +297,7 @@ def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
 
 
 def test_behind_the_last_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The loop is called again and makes no step; what the framework saves at its end is what it would be."""
+    """The loop is called again and makes no step; the framework's save at its end equals the baseline's."""
     trains_on(
         online(tmp_path, DP2, [f"rank=0,step={ITERATIONS},phase=gather,kind=sigkill"]), baseline_of(DP2)
     )
@@ -323,9 +327,9 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     assert min(spent[use] for use in ("data", "evaluation", "save", "other")) > 0
     for step in (4, 5, ITERATIONS):
         name = f"iter_{step:07d}"
-        found = differences(job.save / name, baseline.checkpoints / name)
+        unequal = differences(job.save / name, baseline.checkpoints / name)
         # Where its loop begins, as after a restart: the framework reads none of it from a checkpoint.
-        assert [line for line in found if not BEGINS.search(line)] == []
+        assert [line for line in unequal if not BEGINS.search(line)] == []
     outcome.assert_same_training(result, baseline.records)
     # Rank 0 says what it has found, the first time or again.
     assert re.search(r"validation loss at iteration 5 ", result.log)

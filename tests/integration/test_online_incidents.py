@@ -13,18 +13,19 @@ from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
 
 
-def replacement(ended: Ended) -> str:
-    """Return the one line about processes that were replaced."""
-    (line,) = [line for line in ended.said if "replaced by pid" in line]
+def replacement(result: Ended) -> str:
+    """Return the only line about replaced processes."""
+    (line,) = [line for line in result.said if "replaced by pid" in line]
     return line
 
 
 def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It leaves a state of no step: the rank is replaced like one that has died. The report has the calls of
-    the exception, which nobody else has: the process is ended."""
+    """The exception leaves a half-made state: the rank is replaced like a dead rank, and its process is
+    ended. The report has the stack of the exception.
+    """
     job = online(tmp_path, DP2, ["rank=1,step=6,phase=update,kind=exception"])
-    ended = trains_on(job, baseline_of(DP2))
-    assert replacement(ended).startswith("[ttp] rank 1 raised ")
+    result = trains_on(job, baseline_of(DP2))
+    assert replacement(result).startswith("[ttp] rank 1 raised ")
     (path,) = job.out.glob("logs/*/incidents/*.json")
     events = json.loads(path.read_text())["events"]
     (calls,) = [
@@ -34,7 +35,7 @@ def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf)
 
 
 @pytest.mark.parametrize(
-    ("layout", "phase", "kind", "words"),
+    ("layout", "phase", "kind", "cause"),
     [
         (DP2, "forward", "sigstop", "rank 1 does not answer"),
         (DP2, "data", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
@@ -49,31 +50,33 @@ def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf)
     ids=["stopped", "deadlock", "deadlock before the update", "unanswered"],
 )
 def test_a_rank_hangs(
-    layout: Layout, phase: str, kind: str, words: str, tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout, phase: str, kind: str, cause: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """It is ended and replaced; one that answers gives its state until the step is saved."""
+    """The rank is ended and replaced; if it answers, it provides its state until the step is saved."""
     job = online(
         tmp_path,
         layout,
         [f"rank=1,step=6,phase={phase},kind={kind}"],
         options=("--ttp-spares", "0", "--ttp-hang", "5"),
     )
-    ended = trains_on(job, baseline_of(layout))
-    assert words in replacement(ended)
+    result = trains_on(job, baseline_of(layout))
+    assert cause in replacement(result)
 
 
-def test_a_survivor_whose_work_gloo_has_forgotten_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Nobody else has the shard of rank 3: it is not replaced, its wait is ended."""
+def test_a_survivor_with_work_that_gloo_has_dropped_continues(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Only rank 3 holds its shard: the rank is not replaced, its wait is ended."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=forgotten"]
-    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+, ", replacement(ended))
+    result = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+, ", replacement(result))
 
 
 def test_a_survivor_that_nothing_wakes_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Rank 2 answers, but its main thread hangs in gloo; rank 0 has its shard, too."""
+    """Rank 2 answers, but its main thread hangs in gloo; rank 0 also holds its shard."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,step=6,phase=forward,kind=unending"]
-    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(ended))
+    result = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(result))
 
 
 def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
@@ -93,13 +96,13 @@ def test_the_only_other_holder_dies_while_the_new_process_joins(
     """Nobody has the shard of ranks 1 and 3 any more; the step was saved before, and nothing is lost."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", f"rank=3,phase={phase},kind=sigkill"]
     result = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
-    why = "not recovered online: rank 3 has died, too; nobody else holds shard 1 of group "
-    assert f"step 5 is saved, no finished step is lost; {why}" in result.log
+    reason = "not recovered online: rank 3 has died, too; nobody else holds shard 1 of group "
+    assert f"step 5 is saved, no finished step is lost; {reason}" in result.log
     assert "restart 1 of 1: from step 5, 0 steps lost" in result.log
 
 
 def test_the_new_process_is_killed_as_it_joins(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """While it gets its state, when it has come to the step, and before its first step (another incident)."""
+    """At the transfer of its state, after it, and before its first step (another incident)."""
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,phase=get,kind=sigkill,restart=-1",
@@ -115,14 +118,14 @@ def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(
 ) -> None:
     """Rank 0 has its shard, too."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,phase=exchange,kind=sigstop"]
-    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(ended))
+    result = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(result))
 
 
-def test_a_survivor_that_is_stopped_when_it_is_told_to_go_on_is_noticed(
+def test_a_survivor_that_is_stopped_at_the_order_to_proceed_is_noticed(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """The new process waits for it, before they call their loops again."""
+    """The new process waits for the survivor before both call their loops again."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=0,phase=proceed,kind=sigstop"]
     options = ("--ttp-spares", "0", "--ttp-hang", "5")
     result = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
@@ -142,7 +145,7 @@ def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
 
 
 def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Ranks 0 and 1 hold different shards; later rank 3 gets its shard from what has taken rank 1's place.
+    """Ranks 0 and 1 hold different shards; later rank 3 gets its shard from the replacement of rank 1.
 
     Rank 3 writes the log: if it were killed at any moment, as rank 1 is, a line might be written twice.
     """

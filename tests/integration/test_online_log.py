@@ -20,17 +20,17 @@ DP4_EVERY_3RD = replace(DP4, name="dp4-log-3", extra=("--log-interval", "3"))
 
 
 def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Rank 1, which has written it, is killed in the evaluation behind the step."""
+    """Rank 1, the writer of the line, is killed in the evaluation after the step."""
     job = online(tmp_path, DP2_RAMPUP, ["rank=1,step=5,phase=evaluation-forward,kind=sigkill"])
     result = harness.run(job)
     assert "1 incident (1 without a restart), 0 steps lost" in result.log
     framework_log.assert_same(result, baseline_of(DP2_RAMPUP))
 
 
-def test_a_line_behind_which_the_framework_breaks_off_is_not_written_again(
+def test_a_line_before_an_abandoned_step_is_not_written_again(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """Rank 3 has written it, and waits for rank 1 to tell its times."""
+    """Rank 3 has written the line, and waits for the timers of rank 1."""
     trains_on(online(tmp_path, DP4, ["rank=1,step=6,phase=line,kind=sigkill"]), baseline_of(DP4))
 
 
@@ -43,9 +43,9 @@ def test_a_line_behind_which_the_framework_breaks_off_is_not_written_again(
     ],
 )
 def test_averages_over_an_interval(first: str, second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Those that the lost ranks had added up, in the middle of an interval and where a line is due.
+    """The sums of the lost ranks, within an interval and at a line.
 
-    Where none is due all others may have begun the next step, before the lost rank has added up its losses.
+    Between lines the others may have begun the next step before the lost rank adds up its losses.
     """
     layout = DP4_EVERY_3RD
     job = online(tmp_path, layout, [f"rank=3,{first}", f"rank=3,{second},restart=-1"])

@@ -1,5 +1,5 @@
-"""A loop of the shape of MindSpeed-LLM's is recovered online: a small one (tests/frameworks/small_llm), its
-groups those of a stand-in for HCCL.
+"""Online recovery of a loop like MindSpeed-LLM's: a small framework (tests/frameworks/small_llm), with
+process groups of a stand-in for HCCL.
 
 MindSpeed-LLM itself is trained by hand: `python -m tests.frameworks.by_hand`.
 """
@@ -35,8 +35,9 @@ class Small:
 
 @pytest.mark.integration
 def test_a_loop_that_counts_from_0_when_it_is_called(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Its last checkpoint has the operations of all steps, though it was called three times; the line of step
-    6, behind whose update rank 1 dies, is written by its own function."""
+    """The last checkpoint counts the operations of all steps, though the loop was called three times; the
+    line of step 6, after whose update rank 1 dies, is written by the framework's own function.
+    """
     faults = [
         "rank=0,step=4,phase=backward,kind=exception",
         "rank=1,step=6,phase=gather,kind=sigkill",

@@ -22,7 +22,7 @@ EVALUATED = replace(DP3, name="small-dp3-evaluated", extra=("--eval-interval", "
 
 
 def recovers(tmp_path: Path, layout: Layout, *faults: str, spares: int = 0, saves: int = 1000) -> str:
-    """A job goes on from each of the faults, bitwise; returns which replicas it has."""
+    """Assert that a job continues bitwise after each fault; return its kind of replicas."""
     check = Check(layout, spec=" ".join(faults), restarts=1, online=True, spares=spares, saves=saves)
     replica, result = Bench(Small(), tmp_path).run(check, "job")
     assert result == RECOVERED
@@ -31,7 +31,9 @@ def recovers(tmp_path: Path, layout: Layout, *faults: str, spares: int = 0, save
 
 @pytest.mark.integration
 def test_two_deaths_with_split(tmp_path: Path) -> None:
-    """The second one is in the update, which others have made: its line is written once all go on."""
+    """The second death is in the update, which others have made: the log line is written after the
+    recovery.
+    """
     faults = "rank=0,step=4,phase=backward,kind=sigkill", "rank=3,step=6,phase=update,kind=sigkill"
     assert recovers(tmp_path, DP4, *faults) == "split (auto)"
 
@@ -69,17 +71,17 @@ def test_a_job_that_was_to_exit_behind_the_step_exits(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_averages_are_those_of_the_whole_interval(tmp_path: Path) -> None:
-    """Of steps 4 to 6: the rank that writes the log, and has added up the losses, dies behind step 5."""
+    """Of steps 4 to 6: the rank that writes the log and has summed the losses dies after step 5."""
     layout = replace(DP3, name="small-dp3-interval", extra=("--log-interval", "3"))
     recovers(tmp_path, layout, "rank=2,step=5,phase=between,kind=sigkill")
 
 
 @pytest.mark.integration
-def test_what_cannot_be_called_again_says_so_and_starts_again(tmp_path: Path) -> None:
+def test_a_loop_that_cannot_be_called_again_reports_the_reason_and_restarts(tmp_path: Path) -> None:
     layout = replace(DP3, name="small-dp3-buckets", extra=("--DDP-impl", "torch"))
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
     _, result = Bench(Small(), tmp_path).run(Check(layout, "", fault, 3, restarts=1, online=True), "job")
     assert result.startswith("`online recovery: no` at the start; started again from step 3 by itself")
     text = (tmp_path / "job" / "agent0.log").read_text()
-    why = "--DDP-impl torch keeps work of a step in torch's own buckets"
-    assert text.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
+    reason = "--DDP-impl torch keeps work of a step in torch's own buckets"
+    assert text.count(f"[ttp] online recovery: no ({reason}); a fault restarts all ranks") == 1

@@ -17,7 +17,7 @@ from tests.integration.test_online import online, trains_on
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_ranks_of_two_nodes_with_a_network_between_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Each node has its network namespace, and reaches the other by one link alone.
+    """Each node has a network namespace with a single link to the other node.
 
     A rank of node 1 is killed early in a step, its other rank late in a step, then a rank of node 0.
     """
@@ -66,12 +66,12 @@ def test_without_a_spare_node_a_lost_node_is_not_recovered_online(
 ) -> None:
     """No spare node waits: the step is saved, and the line says why."""
     job = online(tmp_path, DP4, ["rank=3,step=6,phase=backward,kind=agent-sigkill"], nodes=2)
-    ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
-    assert "not recovered online: node 1 is lost, and no spare node waits" in ended.log
+    result, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+    assert "not recovered online: node 1 is lost, and no spare node waits" in result.log
 
 
 @pytest.mark.parametrize(
-    ("faults", "why"),
+    ("faults", "reason"),
     [
         (
             ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,phase=exchange,kind=agent-sigkill"],
@@ -85,8 +85,8 @@ def test_without_a_spare_node_a_lost_node_is_not_recovered_online(
     ids=["agent", "controller"],
 )
 def test_an_agent_is_lost_in_the_middle_of_a_recovery(
-    faults: list[str], why: str, tmp_path: Path, baseline_of: BaselineOf
+    faults: list[str], reason: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """The step was saved before."""
-    ended, _ = ends(online(tmp_path, DP4, faults, nodes=2), baseline_of(DP4), code=137, saved={5})
-    assert re.search(why, ended.log)
+    result, _ = ends(online(tmp_path, DP4, faults, nodes=2), baseline_of(DP4), code=137, saved={5})
+    assert re.search(reason, result.log)

@@ -23,8 +23,8 @@ COPIES = ("--ttp-host-copy", "2")
 def network() -> Iterator[Namespaces]:
     if not namespaces.permitted():
         pytest.skip("this user may make no network namespace")
-    with namespaces.two() as made:
-        yield made
+    with namespaces.two() as network:
+        yield network
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     tmp_path: Path,
     baseline_of: BaselineOf,
 ) -> None:
-    """It uses up no restart. Later one of its ranks is replaced on that node."""
+    """The spare node uses up no restart. Later a rank is replaced on the spare node."""
     job = online(
         tmp_path,
         layout,
@@ -66,7 +66,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
 def test_a_further_node_of_c10d_takes_the_place_of_a_lost_one(
     network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """Without a flag: the job had all of its nodes. Later a rank on that node is replaced."""
+    """Without a flag: the job had all of its nodes. Later a rank on the further node is replaced."""
     job = online(
         tmp_path,
         DP4,
@@ -90,7 +90,7 @@ def test_a_further_node_of_c10d_takes_the_place_of_a_lost_one(
 def test_a_spare_node_is_lost_when_it_has_taken_the_place(
     network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """The next one comes in its place, in the second attempt of the same recovery."""
+    """The next spare node takes the place, in the second attempt of the same recovery."""
     job = online(
         tmp_path,
         DP2,
@@ -140,9 +140,10 @@ def test_an_agent_is_lost_in_the_recovery(
 def test_a_node_is_cut_off_and_lives_on(
     node: int, min_nodes: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """It has a whole copy, and saves that; it harms nothing of those that go on with the spare node.
+    """The cut node has a whole copy and saves it, without harm to the nodes that continue with the spare
+    node.
 
-    Node 0 takes itself for the side that goes on, but the spare node does not answer there.
+    Node 0 believes that its side continues, but the spare node does not answer on that side.
     """
     if not namespaces.permitted():
         pytest.skip("this user may make no network namespace")

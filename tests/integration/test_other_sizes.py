@@ -1,4 +1,4 @@
-"""Jobs with `--nnodes MIN:MAX`: after the loss of a node they go on with the others, in another size.
+"""Jobs with `--nnodes MIN:MAX`: after the loss of a node the others continue in another size.
 
 Each node has one rank.
 """
@@ -25,18 +25,18 @@ BATCH = ("--global-batch-size", "12")
 SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 
 
-def run(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
-    """Run a job of one rank on each of `nodes`, which saves in the folder `save`."""
+def run(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **job_options: object) -> Ended:
+    """Run a job of one rank on each of `nodes`; it saves in the folder `save`."""
     layout = Layout(f"dp{nodes // tp}", nodes, tp=tp, extra=extra)
-    return harness.run(job_in(tmp_path, layout, nodes=nodes, **more))
+    return harness.run(job_in(tmp_path, layout, nodes=nodes, **job_options))
 
 
 def lose_a_node(
-    tmp_path: Path, nodes: int, *extra: str, tp: int = 1, lost: int | None = None, **more: object
+    tmp_path: Path, nodes: int, *extra: str, tp: int = 1, lost: int | None = None, **job_options: object
 ) -> Ended:
-    """Run a job of one rank on each of `nodes`, of which one is lost in step 4, by default the last one."""
+    """Run a job of one rank on each of `nodes`, and kill node `lost` in step 4, by default the last node."""
     faults = [f"rank={nodes - 1 if lost is None else lost},step=4,phase=backward,kind=agent-sigkill"]
-    return run(tmp_path, nodes, *extra, tp=tp, min_nodes=nodes - 1, restarts=1, faults=faults, **more)
+    return run(tmp_path, nodes, *extra, tp=tp, min_nodes=nodes - 1, restarts=1, faults=faults, **job_options)
 
 
 def undisturbed(
@@ -44,8 +44,8 @@ def undisturbed(
 ) -> Ended:
     """Run the unmodified framework with so many ranks, from the job's checkpoint of `step`.
 
-    `saves`: its last step, in the folder `other`. A save in the format torch_dist starts one more process for
-    each rank, of two seconds of CPU time.
+    `saves`: save the last step, in the folder `other`. A torch_dist save starts one more process for each
+    rank, of two seconds of CPU time.
     """
     begin = tmp_path / "begin"
     folder = naming.final_name(step)
@@ -61,14 +61,14 @@ def undisturbed(
     return harness.run(job, code=0)
 
 
-def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
-    """What was trained in the new size is, bit for bit, what the run of the new size has trained."""
+def assert_same(result: Ended, reference: Ended, steps: range) -> None:
+    """Assert that these steps in the new size equal the reference run in that size, bit for bit."""
     for rank, lines in reference.records.items():
-        again = [line for line in ended.records[rank] if line["iteration"] in steps]
-        assert [line["iteration"] for line in again] == list(steps)
-        for one, other in zip(again, lines, strict=True):
-            same = ("iteration", "losses", "grad_norm", "skipped")
-            assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        trained = [line for line in result.records[rank] if line["iteration"] in steps]
+        assert [line["iteration"] for line in trained] == list(steps)
+        for actual, expected in zip(trained, lines, strict=True):
+            fields = ("iteration", "losses", "grad_norm", "skipped")
+            assert {name: actual[name] for name in fields} == {name: expected[name] for name in fields}
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_one_node_less(nodes: int, kind: str, tmp_path: Path) -> None:
     extra = (*BATCH, "--ckpt-format", kind)
     result = lose_a_node(tmp_path, nodes, *extra)
     assert sorted(result.codes) == [0] * (nodes - 1) + [137], result.log[-3000:]
-    left = nodes - 1
+    size = nodes - 1
     assert (
-        f"[ttp] {left} node{'s' * (left > 1)} of {left} to {nodes}, {nodes} before: data-parallel size"
-        f" {left}, global batch 12: {12 // left} micro-batches of 1 on each data-parallel rank" in result.log
+        f"[ttp] {size} node{'s' * (size > 1)} of {size} to {nodes}, {nodes} before: data-parallel size"
+        f" {size}, global batch 12: {12 // size} micro-batches of 1 on each data-parallel rank" in result.log
     )
     assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
-    reference = undisturbed(tmp_path, left, 3, *extra, saves=True)
+    reference = undisturbed(tmp_path, size, 3, *extra, saves=True)
     assert_same(result, reference, range(4, ITERATIONS + 1))
     last = naming.final_name(ITERATIONS)
-    found = differences(tmp_path / "save" / last, tmp_path / "other" / last)
-    assert [line for line in found if "args./load: " not in line] == []
+    unequal = differences(tmp_path / "save" / last, tmp_path / "other" / last)
+    assert [line for line in unequal if "args./load: " not in line] == []
 
 
 def test_node_0_less(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_node_0_less(tmp_path: Path) -> None:
 
 
 def test_node_0_comes_back(tmp_path: Path) -> None:
-    """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
+    """The other node waits at its own store, and node 0 gets the store's address from the lease."""
     faults = ["rank=0,step=4,phase=backward,kind=agent-sigkill"]
     result = run(tmp_path, 2, *BATCH, min_nodes=2, returning_nodes=(0,), restarts=1, faults=faults)
     assert result.codes == (137, 0, 0), result.log[-3000:]
@@ -143,7 +143,7 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) -> None:
-    """It would wait for other nodes, `join_timeout` at most: 600 s."""
+    """Node 0 would wait for other nodes for up to `join_timeout`, 600 s."""
     with namespaces.star(3, cut=0) as network:
         result = run(
             tmp_path,
@@ -192,7 +192,7 @@ def test_a_spare_node_in_the_place_of_node_0_ends_when_the_others_go_on(tmp_path
 
 
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:
-    """It is saved, and the last line says what would be right."""
+    """The job is saved, and the last line names a batch size that fits."""
     result = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
     assert set(result.codes) == {137}, result.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 3)
@@ -223,9 +223,9 @@ def test_the_nearest_batch(tmp_path: Path) -> None:
 
 
 def test_a_node_that_comes_later(tmp_path: Path) -> None:
-    """The job saves the newest step and starts again with it, which uses up no restart.
+    """The job saves the newest step and restarts with the new node, without using up a restart.
 
-    Its address is before that of the other node, but that one stays node 0, with the job's history.
+    The new address sorts before that of the other node, which still stays node 0, with the job's history.
     """
     result = run(
         tmp_path,
@@ -247,7 +247,7 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
 
 
 def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
-    """It learns that no restart is left: after the next fault all end alike."""
+    """The new node learns that no restart is left: after the next fault all nodes end alike."""
     result = run(
         tmp_path,
         3,
@@ -273,30 +273,33 @@ def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
-    """The last line has the command that makes a checkpoint which does, and the framework goes on from it."""
+    """The last line has the command for a checkpoint that fits, and the framework resumes from its output."""
     result = lose_a_node(tmp_path, 4, *BATCH, tp=2)
     assert set(result.codes) == {137}, result.log[-3000:]
     (line,) = {log_lines.last_line(log) for log in result.logs if "adaptor transform" in log}
     assert "; not started again: 3 nodes with 3 ranks: the model (tensor times pipeline times context" in line
     assert " takes 2, of which 3 is no multiple; start 4 nodes, or run `python -m adaptor transform" in line
     sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
-    made = tmp_path / "save-tp1-pp1"
-    assert f" and start with {sizes} --load {made} --save {made}; the newest checkpoint in " in line
+    transformed = tmp_path / "save-tp1-pp1"
+    assert (
+        f" and start with {sizes} --load {transformed} --save {transformed}; the newest checkpoint in "
+        in line
+    )
     (command,) = re.findall("`python (.*)`", line)
     warm.run([sys.executable, *shlex.split(command)], code=0)
     job = Job(
         tmp_path / "smaller",
         Layout("dp3", 3, extra=BATCH),
         launcher="torchrun",
-        load=made,
-        save=made,
+        load=transformed,
+        save=transformed,
     )
     resumed = harness.run(job, code=0)
     assert [line["iteration"] for line in resumed.records[0]] == list(range(4, ITERATIONS + 1))
 
 
 def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
-    """The job goes on in other sizes from the step that was saved, and nothing that it had saved is lost."""
+    """The job continues in other sizes from the saved step, and no checkpoint is lost."""
     result = lose_a_node(tmp_path, 4, *BATCH, tp=2, options=["--ttp-reshape", "auto"])
     assert sorted(result.codes) == [0, 0, 0, 137], result.log[-3000:]
     save, folder = tmp_path / "save", naming.final_name(3)
@@ -308,8 +311,8 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
     assert_same(result, undisturbed(tmp_path, 3, 3, *BATCH, saves=True), range(4, ITERATIONS + 1))
     last = naming.final_name(ITERATIONS)
-    found = differences(save / last, tmp_path / "other" / last)
-    assert [line for line in found if "args./load: " not in line] == []
+    unequal = differences(save / last, tmp_path / "other" / last)
+    assert [line for line in unequal if "args./load: " not in line] == []
     # What was saved is there, intact; made from it by the command, the checkpoint is the same.
     kept = save / naming.before_reshape_name(3, 1)
     assert manifest.defects(kept) == manifest.defects(save / folder) == []
@@ -320,15 +323,16 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     assert main(["transform", str(tmp_path / "kept"), str(tmp_path / "made"), *sizes]) == 0
     assert differences(tmp_path / "made" / folder, save / folder) == []
     # Without the flag the sizes that the job had are refused now, and nothing begins anew.
-    again = harness.run(Job(tmp_path / "again", Layout("tp2", 2, tp=2), save=save, load=save), code=2)
-    assert f"ttprun: error: step 8 in {save} has TP1 PP1, and the job has TP2 PP1: give --ttp-r" in again.log
+    second = harness.run(Job(tmp_path / "again", Layout("tp2", 2, tp=2), save=save, load=save), code=2)
+    assert f"ttprun: error: step 8 in {save} has TP1 PP1, and the job has TP2 PP1: give --ttp-r" in second.log
 
 
 def test_a_model_takes_its_own_sizes_again(tmp_path: Path) -> None:
-    """3 nodes begin in other sizes than the arguments say; with a fourth the job takes those.
+    """3 nodes begin in other sizes than the arguments say; with a fourth node the job takes the original
+    sizes.
 
-    In the sharded format the optimizer's state is `dp_reshardable`, which the framework cannot load in other
-    sizes itself. `test_a_model_that_is_transformed_to_fit` has the format `torch`.
+    In the sharded format the optimizer's state is `dp_reshardable`, which the framework itself cannot load in
+    other sizes. `test_a_model_that_is_transformed_to_fit` uses the format `torch`.
     """
     extra = (*BATCH, "--ckpt-format", "torch_dist")
     result = run(

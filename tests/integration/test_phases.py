@@ -1,7 +1,7 @@
-"""Wherever in a step a process fails, the newest finished step is saved, and all end.
+"""A failure in any phase of a step: the newest finished step is saved, and all processes end.
 
-`test_online.py` kills ranks in each phase and goes on, `test_layouts.py` kills rank 1 in the update; what is
-saved there is compared the same way. `python -m tests.integration.matrix` has each phase in each layout.
+`test_online.py` kills ranks in each phase and recovers, `test_layouts.py` kills rank 1 in the update; both
+compare the checkpoints in the same way. `python -m tests.integration.matrix` has each phase in each layout.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SAVED = {
 )
 def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = job_in(tmp_path, DP2, faults=[f"rank={rank},step=6,phase={phase},kind={kind}"])
-    code, how = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
+    code, cause = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
     result = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
-    assert result.last_line.startswith(f"[ttp] rank {rank} {how}")
+    assert result.last_line.startswith(f"[ttp] rank {rank} {cause}")
 
 
 def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:

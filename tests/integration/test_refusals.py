@@ -1,4 +1,4 @@
-"""What makes no sense is refused in one line, before anything is trained."""
+"""Contradictory settings are refused in one line, before any training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.frameworks import prepare
 REFUSED = 2
 
 
-def _assert_refused(ended: harness.Ended, *words: str) -> None:
-    """One line with these words, the last; no step was made."""
-    assert ended.code == REFUSED
-    assert [line for line in ended.said if "error" in line] == [ended.last_line]
-    assert ended.last_line.startswith("ttprun: error: ")
-    for word in words:
-        assert word in ended.last_line
-    assert "Traceback" not in ended.log
-    assert not any(ended.records.values())
+def _assert_refused(result: harness.Ended, *fragments: str) -> None:
+    """Assert that the last line has these fragments and is the only error, and that no step was made."""
+    assert result.code == REFUSED
+    assert [line for line in result.said if "error" in line] == [result.last_line]
+    assert result.last_line.startswith("ttprun: error: ")
+    for word in fragments:
+        assert word in result.last_line
+    assert "Traceback" not in result.log
+    assert not any(result.records.values())
 
 
 @pytest.mark.parametrize(
@@ -45,26 +45,26 @@ def _assert_refused(ended: harness.Ended, *words: str) -> None:
 def test_a_setting_that_makes_no_sense(
     environment: dict[str, str], options: list[str], line: str, tmp_path: Path
 ) -> None:
-    """Nothing is launched: there is no output but this line."""
+    """Nothing is launched: the line is the only output."""
     result = harness.run(job_in(tmp_path, DP2, options=options, environment=environment), code=REFUSED)
-    (said,) = result.log.splitlines()
-    assert said.startswith(f"ttprun: error: {line}")
+    (last_line,) = result.log.splitlines()
+    assert last_line.startswith(f"ttprun: error: {line}")
 
 
 def test_no_folder_to_save_to(tmp_path: Path) -> None:
-    ended = harness.run(Job(tmp_path / "job", DP2))
-    _assert_refused(ended, "--save is missing")
+    result = harness.run(Job(tmp_path / "job", DP2))
+    _assert_refused(result, "--save is missing")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Below a file no folder can be made, whoever asks."""
     (tmp_path / "file").touch()
-    ended = harness.run(Job(tmp_path / "job", DP2, save=tmp_path / "file" / "save"))
-    _assert_refused(ended, f"--save is {tmp_path}/file/save: it cannot be written")
+    result = harness.run(Job(tmp_path / "job", DP2, save=tmp_path / "file" / "save"))
+    _assert_refused(result, f"--save is {tmp_path}/file/save: it cannot be written")
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    ("layout", "message"),
     [
         (Layout("dp1", 1, replica="split"), "the data-parallel size is 1: there is no second rank"),
         (Layout("dp3", 3, replica="split"), "the data-parallel size is 3, which is odd"),
@@ -72,23 +72,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     ],
     ids=["size-1", "size-3", "size-1-of-2"],
 )
-def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_path: Path) -> None:
-    ended = harness.run(job_in(tmp_path, layout))
-    _assert_refused(ended, words, f"TTP_REPLICA is {layout.replica}", "use auto")
+def test_a_replica_that_the_size_does_not_allow(layout: Layout, message: str, tmp_path: Path) -> None:
+    result = harness.run(job_in(tmp_path, layout))
+    _assert_refused(result, message, f"TTP_REPLICA is {layout.replica}", "use auto")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--optimizer-cpu-offload"], "--optimizer-cpu-offload is True"),
         (["--num-experts", "4", "--expert-tensor-parallel-size", "1"], "--expert-tensor-parallel-size is 1"),
     ],
     ids=["offload", "experts-without-folders"],
 )
-def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_a_layout_that_is_not_protected_yet(arguments: list[str], message: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)
-    ended = harness.run(job_in(tmp_path, layout, arguments=arguments))
-    _assert_refused(ended, words, "ENABLE_TTP=False")
+    result = harness.run(job_in(tmp_path, layout, arguments=arguments))
+    _assert_refused(result, message, "ENABLE_TTP=False")
 
 
 def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
     file.write_text(
         text.replace(old, "def get_checkpoint_name(root, checkpoints_path, iteration, release=False,")
     )
-    ended = harness.run(job_in(tmp_path, DP2, framework=tree))
+    result = harness.run(job_in(tmp_path, DP2, framework=tree))
     _assert_refused(
-        ended,
+        result,
         "megatron.training.checkpointing:get_checkpoint_name",
         "expected (checkpoints_path, iteration, release=, ...)",
         "found (root, checkpoints_path, iteration, release=, ",
@@ -191,14 +191,14 @@ def test_a_job_that_only_evaluates(saves: bool, tmp_path: Path) -> None:
 )
 def test_a_second_job_in_the_save_folder(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    left = save / naming.temporary_name(3, generation="first")
-    left.mkdir(parents=True)
+    unfinished = save / naming.temporary_name(3, generation="first")
+    unfinished.mkdir(parents=True)
     first = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         Lease(save, Owner.of(first.pid)).take()
         result = harness.run(Job(tmp_path / "second", DP2, save=save))
         _assert_refused(result, f"--save is {save}: the job of process {first.pid} on ", ", started 20")
-        assert left.exists(), "the first job is writing there"
+        assert unfinished.exists(), "the first job is writing there"
     finally:
         first.kill()
         first.communicate()
@@ -206,5 +206,5 @@ def test_a_second_job_in_the_save_folder(tmp_path: Path) -> None:
     result = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults), code=0)
     assert "which is gone: this job saves there now" in result.log
     assert outcome.steps_in(save) == [4, 8]
-    assert not left.exists()
+    assert not unfinished.exists()
     assert not (save / naming.LEASE).exists()

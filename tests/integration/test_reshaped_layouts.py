@@ -1,6 +1,6 @@
-"""TTP_RESHAPE with chunks of a pipeline, and with experts: bitwise what the framework trains from there.
+"""TTP_RESHAPE with pipeline chunks and with experts: bitwise equal to the framework from that checkpoint.
 
-`test_other_sizes` shows it for tensor parallel sizes.
+`test_other_sizes` covers tensor parallel sizes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from tests.integration.test_other_sizes import BATCH, assert_same
 _EP2 = (*EXPERTS, "--expert-model-parallel-size", "2", *BATCH)
 
 
-def _assert_trained_from(ended: Ended, tmp_path: Path, layout: Layout) -> None:
-    """The transformed checkpoint of step 3 has led to what the unmodified framework makes of it."""
+def _assert_trained_from(result: Ended, tmp_path: Path, layout: Layout) -> None:
+    """Assert that training from the transformed checkpoint of step 3 equals that of the unmodified
+    framework.
+    """
     save, begin, folder = tmp_path / "save", tmp_path / "begin", naming.final_name(3)
     assert manifest.defects(save / naming.before_reshape_name(3, 1)) == []
     shutil.copytree(save / folder, begin / folder)
     (begin / naming.TRACKER).write_text("3")
-    other = tmp_path / "other"
+    reference_save = tmp_path / "other"
     reference = harness.run(
-        Job(tmp_path / "undisturbed", layout, launcher="torchrun", load=begin, save=other), code=0
+        Job(tmp_path / "undisturbed", layout, launcher="torchrun", load=begin, save=reference_save), code=0
     )
-    assert_same(ended, reference, range(4, ITERATIONS + 1))
-    found = differences(*(root / naming.final_name(ITERATIONS) for root in (save, other)))
-    assert [line for line in found if "args./load: " not in line] == []
+    assert_same(result, reference, range(4, ITERATIONS + 1))
+    unequal = differences(*(root / naming.final_name(ITERATIONS) for root in (save, reference_save)))
+    assert [line for line in unequal if "args./load: " not in line] == []
 
 
 def _loses_a_node_of_four(tmp_path: Path, layout: Layout) -> Ended:
@@ -61,7 +63,7 @@ def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "parallel", "words"),
+    ("first_layout", "parallel", "refusal"),
     [
         (Layout("ep2", 2, replica="mirror", extra=_EP2), (), "TP1 PP1 EP2, and the job has TP1 PP1:"),
         (
@@ -72,24 +74,24 @@ def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
     ],
     ids=["ep2-to-ep1", "ep2-pp2-to-ep2"],
 )
-def test_experts(before: Layout, parallel: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_experts(first_layout: Layout, parallel: tuple[str, ...], refusal: str, tmp_path: Path) -> None:
     """A start in other expert, or pipeline, parallel sizes than those of the checkpoint."""
     save = tmp_path / "save"
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
-    harness.run(Job(tmp_path / "first", before, save=save, save_interval=3, faults=[fault]), code=137)
+    harness.run(Job(tmp_path / "first", first_layout, save=save, save_interval=3, faults=[fault]), code=137)
     extra = parallel or (*EXPERTS, *BATCH)
     replica = "mirror" if parallel else "auto"
     layout = Layout("dp2", 2, replica=replica, extra=extra)
     job = Job(tmp_path / "job", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
     result = harness.run(job, code=0)
-    assert f"[ttp] step 3 in {save} has {words} it is transformed" in result.log
+    assert f"[ttp] step 3 in {save} has {refusal} it is transformed" in result.log
     _assert_trained_from(result, tmp_path, layout)
 
 
 def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
-    """Four ranks hold two sets of experts; three hold no whole number of them in the size that is given.
+    """Four ranks hold two sets of experts; three ranks cannot hold whole sets in the given size.
 
-    The last line has the size in which they do, and a start with it goes on.
+    The last line names a size that fits, and a start with that size continues.
     """
     result = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
     assert set(result.codes) == {137}, result.log[-3000:]

@@ -1,4 +1,4 @@
-"""A fault in one of the framework's own saves harms neither that step nor the checkpoint before it."""
+"""A fault in one of the framework's own saves harms neither that step nor the checkpoint before."""
 
 from __future__ import annotations
 
@@ -154,21 +154,21 @@ def test_a_job_is_lost_between_the_saves_of_two_disks(
     steps = range(step + 1, harness.ITERATIONS + 1)
     assert {line["iteration"] for lines in resumed.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(resumed, baseline.records, steps=steps)
-    said = [line for line in resumed.said if "step 6 is not whole on every node (node 1: " in line]
+    damage_lines = [line for line in resumed.said if "step 6 is not whole on every node (node 1: " in line]
     if cut:
-        (line,) = said
+        (line,) = damage_lines
         assert line.endswith(
             "kept in aside_iter_0000006.1; the newest that is intact on every node is step 3"
         )
     else:
-        assert said == []
+        assert damage_lines == []
     for root in roots:
         assert outcome.steps_in(root)[-1] == harness.ITERATIONS
         assert tracker.tracked_step(root) == harness.ITERATIONS
 
 
 def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """All workers start again; node 1 has no tracker yet, and no --load says that there is one."""
+    """All workers restart; node 1 has no tracker yet, and no --load names a checkpoint."""
     save = tmp_path / "disks"
     job = Job(
         tmp_path / "job",

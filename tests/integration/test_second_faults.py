@@ -14,15 +14,15 @@ from tests.faults.scenario import BaselineOf, ends, survives
 FIRST = "rank=3,step=6,phase=backward,kind=sigkill"
 
 
-def assert_blamed(ended: Ended, rank: int) -> None:
+def assert_blamed(result: Ended, rank: int) -> None:
     """Verdict, line and report name `rank`; torch and the survivors have nothing to say beside them."""
-    assert ended.last_line.startswith(f"[ttp] rank {rank} ")
+    assert result.last_line.startswith(f"[ttp] rank {rank} ")
     incident = rf"\[ttp\] \S+Z incident 1, rank {rank} \(pid \d+, host \S+\), after step 5, report (/\S+)"
-    (found,) = filter(None, (re.fullmatch(incident, line) for line in ended.said))
-    report = json.loads(Path(found[1]).read_text())
+    (match,) = filter(None, (re.fullmatch(incident, line) for line in result.said))
+    report = json.loads(Path(match[1]).read_text())
     assert report["blamed"] == rank
-    assert "GLHF" not in ended.log
-    assert "failed (exitcode" not in ended.log
+    assert "GLHF" not in result.log
+    assert "failed (exitcode" not in result.log
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_a_holder_that_does_not_make_the_files_is_killed(
 ) -> None:
     """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
     faults = ["rank=2,step=6,phase=backward,kind=sigkill", f"rank=1,phase={phase},kind=sigkill"]
-    ended = survives(job_in(tmp_path, DP4, faults=faults), baseline_of(DP4), code=137, saved={5})
-    assert_blamed(ended, 2)
+    result = survives(job_in(tmp_path, DP4, faults=faults), baseline_of(DP4), code=137, saved={5})
+    assert_blamed(result, 2)
 
 
 def test_the_writer_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It has been chosen, and does not answer any more."""
+    """The writer is stopped after its selection and does not answer any more."""
     job = job_in(
         tmp_path, DP4, options=["--ttp-ot", "20"], faults=[FIRST, "rank=0,phase=dump-gather,kind=sigstop"]
     )

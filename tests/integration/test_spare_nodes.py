@@ -13,8 +13,8 @@ from tests.faults.scenario import BaselineOf
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Over a network, with three: the first is killed when it has the place, before its agent has connected;
-    the second comes in its place, and the third is sent home at the end.
+    """Over a network, with three spares: the first is killed when it has the place, before its agent has
+    connected; the second takes the place, and the third is released at the end.
     """
     with namespaces.two() as network:
         job = job_in(
@@ -37,7 +37,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
 
 
 def test_further_nodes_of_c10d_meet_the_others_in_a_restart(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """One for each lost node; the other one waits on."""
+    """One further node for each lost node; the other continues to wait."""
     job = job_in(
         tmp_path,
         DP2,
@@ -61,7 +61,7 @@ def test_further_nodes_of_c10d_meet_the_others_in_a_restart(tmp_path: Path, base
 def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """No controller is there when it is killed, and the next one has not met it."""
+    """No controller exists at the kill, and the next controller has not met the node."""
     job = job_in(
         tmp_path,
         DP2,
@@ -83,8 +83,8 @@ def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
 def test_nodes_that_were_lost_come_back_as_spare_nodes(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Node 1 is lost, then node 0, then node 0 again: each comes back with its own command, and waits.
 
-    Each place of node 0 is taken online, with a rendezvous store of its own, while node 1 has the controller.
-    Then all start again, with the controller on node 0.
+    Each place of node 0 is taken online, with its own rendezvous store, while node 1 has the controller. Then
+    all ranks restart, with the controller on node 0.
     """
     back = "agent-sigkill-beside-a-node-that-is-back"
     with namespaces.two() as network:

@@ -1,4 +1,4 @@
-"""A job whose checkpoints go to an object store while it trains, and that is resumed from there."""
+"""A job that uploads its checkpoints to an object store while it trains, and resumes from the store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_last_words_come_back_from_the_store(server: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """What is pulled is what the framework saved at that step; another test resumes from a store."""
+    """The pulled checkpoint equals the framework's checkpoint of that step; another test resumes from a
+    store.
+    """
     baseline = baseline_of(DP2)
     job = job_in(
         tmp_path,
@@ -64,7 +66,7 @@ def test_last_words_come_back_from_the_store(server: str, tmp_path: Path, baseli
 def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
     server: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """It starts again once on its way, and has one uploader throughout."""
+    """The job restarts once, with the same uploader throughout."""
     baseline = baseline_of(DP2)
     job = job_in(
         tmp_path,
@@ -83,10 +85,10 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
+def test_a_job_that_gets_sigterm_sends_its_last_words_in_time(
     answers: bool, server: str, tmp_path: Path
 ) -> None:
-    """Or says that they are on this machine only, where the store takes nothing any more."""
+    """If the store takes no more requests, a line says that last words are on this machine only."""
     with fault_proxy.proxy(server) as faults:
         if not answers:  # it takes the probe
             faults.begin(lambda number, method, path: "hold before" if "mp_rank" in path else "")
@@ -102,16 +104,16 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
         )
         result = harness.run(job, code=143)
     (step,) = outcome.steps_in(tmp_path / "save")
-    found = [
-        one.saved_manifest.step
-        for one in catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
+    stored_steps = [
+        entry.saved_manifest.step
+        for entry in catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
     ]
     if answers:
-        assert found == [step]
+        assert stored_steps == [step]
     else:
-        assert found == []
-        where = f"{tmp_path / 'save'}, not in s3://bucket/run7: TTP_GRACE is over"
-        assert f"[ttp] step {step} is only in {where}" in result.log
+        assert stored_steps == []
+        place = f"{tmp_path / 'save'}, not in s3://bucket/run7: TTP_GRACE is over"
+        assert f"[ttp] step {step} is only in {place}" in result.log
 
 
 def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_job_is_resumed_on_empty_machines(
     baseline = baseline_of(DP2)
     stored = ["--ttp-store", place.url, "--ttp-store-endpoint", place.endpoint]
 
-    def job(name: str, **more: Any) -> Job:
+    def job(name: str, **job_options: Any) -> Job:
         return Job(
             tmp_path / name,
             DP2,
@@ -167,7 +169,7 @@ def test_a_job_is_resumed_on_empty_machines(
             environment=place.credentials,
             arguments=("--load", place.url),
             nodes=nodes,
-            **more,
+            **job_options,
         )
 
     first = harness.run(job("first", faults=["rank=1,step=6,phase=forward,kind=sigkill"]))
@@ -182,7 +184,7 @@ def test_a_job_is_resumed_on_empty_machines(
     assert newest.saved_manifest.step == harness.ITERATIONS
 
 
-def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> None:
+def test_a_failed_pull_starts_no_job(server: str, tmp_path: Path) -> None:
     job = job_in(
         tmp_path,
         DP2,
@@ -209,14 +211,14 @@ def _write_tokens(prefix: Path, documents: int, length: int) -> None:
 
 
 def test_a_job_trains_on_data_that_two_nodes_pull_to_one_folder(server: str, tmp_path: Path) -> None:
-    """Each object comes once, and the job is the one that has the same data in a folder."""
+    """Each object is pulled once, and the training equals that with the same data in a folder."""
     (tmp_path / "made").mkdir()
     _write_tokens(tmp_path / "made" / "tokens", documents=64, length=100)
-    made = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
-    for name, content in made.items():
+    objects = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    for name, content in objects.items():
         obstore.put(open_store("s3://bucket/data", server)._client, name, content)
 
-    def job(name: str, data: Path, **more: Any) -> Job:
+    def job(name: str, data: Path, **job_options: Any) -> Job:
         arguments = (
             "--data-path",
             str(data / "tokens"),
@@ -230,32 +232,32 @@ def test_a_job_trains_on_data_that_two_nodes_pull_to_one_folder(server: str, tmp
             save=save,
             arguments=arguments,
             environment=object_store.CREDENTIALS,
-            **more,
+            **job_options,
         )
 
-    here = tmp_path / "cache" / "data"
-    options = ["--ttp-pull", f"s3://bucket/data={here}"]
+    target = tmp_path / "cache" / "data"
+    options = ["--ttp-pull", f"s3://bucket/data={target}"]
     with fault_proxy.proxy(server) as faults:
         options += ["--ttp-store-endpoint", faults.url]
-        pulled = harness.run(job("pulled", here, nodes=2, options=options), code=0)
+        pulled = harness.run(job("pulled", target, nodes=2, options=options), code=0)
     read = [path.rpartition("/")[2] for _, path in faults.requests if "list-type" not in path]
-    assert sorted(read) == sorted(made)
-    assert {path.name: path.read_bytes() for path in here.glob("tokens.*")} == made
+    assert sorted(read) == sorted(objects)
+    assert {path.name: path.read_bytes() for path in target.glob("tokens.*")} == objects
     by_hand = harness.run(job("by hand", tmp_path / "made"))
     outcome.assert_same_training(pulled, by_hand.records)
 
 
 def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: Path) -> None:
-    """Node 0 gets no file into the store before the other node has begun: its requests are held until then,
-    and come again. Then each sends its share.
+    """The requests of node 0 are held until the other node has begun, and then repeated; each node sends its
+    share.
     """
     with fault_proxy.proxy(server) as faults:
 
         def fault(number: int, method: str, path: str) -> fault_proxy.Fault:
             if method == "PUT" and path.endswith("/ttp_parts/1.json"):
                 faults.release.set()
-            held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
-            return "hold before" if held else ""
+            is_held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
+            return "hold before" if is_held else ""
 
         faults.begin(fault)
         job = job_in(
@@ -267,9 +269,9 @@ def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: P
         )
         harness.run(job, code=0)
     store = open_store("s3://bucket/run7", server)
-    (found,) = catalog.newest_first(store, None, [])
-    assert found.saved_manifest.step == harness.ITERATIONS
-    lists = catalog.read_lists(store, found.prefix, store.objects(found.prefix))
+    (entry,) = catalog.newest_first(store, None, [])
+    assert entry.saved_manifest.step == harness.ITERATIONS
+    lists = catalog.read_lists(store, entry.prefix, store.objects(entry.prefix))
     assert [bool(lists[node].files) for node in (0, 1)] == [True, True]
     folder = naming.final_name(harness.ITERATIONS)
     pull.pull(store, tmp_path / "pulled")
@@ -282,7 +284,7 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     """Each disk has half of it. The job is lost, and goes on from the store on other machines."""
     baseline = baseline_of(TP2_DP1)
 
-    def job(name: str, **more: Any) -> Job:
+    def job(name: str, **job_options: Any) -> Job:
         return Job(
             tmp_path / name,
             TP2_DP1,
@@ -293,15 +295,15 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
             environment=object_store.CREDENTIALS,
             arguments=("--load", "s3://bucket/run7"),
             nodes=2,
-            **more,
+            **job_options,
         )
 
     lost = job("first", faults=["rank=1,step=5,phase=forward,kind=sigkill"])
     first = harness.run(lost)
     assert set(first.codes) != {0}, first.log[-3000:]
     store = open_store("s3://bucket/run7", server)
-    (found,) = catalog.newest_first(store, None, [])
-    assert found.saved_manifest.step == 3, first.log[-3000:]
+    (entry,) = catalog.newest_first(store, None, [])
+    assert entry.saved_manifest.step == 3, first.log[-3000:]
     folder = naming.final_name(3)
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
         assert lost.save is not None

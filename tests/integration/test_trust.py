@@ -1,4 +1,4 @@
-"""Nothing is trusted: neither what was saved before, nor what a holder gives."""
+"""Neither an existing checkpoint nor the state of a holder is trusted."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def test_a_byte_of_the_last_words_is_changed(
     _assert_goes_on_from(4, result, baseline)
 
 
-def _assert_goes_on_from(step: int, ended: Ended, baseline: Baseline) -> None:
+def _assert_goes_on_from(step: int, result: Ended, baseline: Baseline) -> None:
     """The job has made every later step, as the undisturbed one has, and no other."""
     steps = range(step + 1, ITERATIONS + 1)
-    outcome.assert_same_training(ended, baseline.records, steps=steps)
-    assert {line["iteration"] for lines in ended.records.values() for line in lines} == set(steps)
+    outcome.assert_same_training(result, baseline.records, steps=steps)
+    assert {line["iteration"] for lines in result.records.values() for line in lines} == set(steps)
 
 
 def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The device of rank 1 has computed nonsense, which the framework notices; rank 3 has the same shard."""
     job = job_in(tmp_path, DP4, faults=["rank=1,step=6,phase=between,kind=nan"])
-    ended, _ = ends(job, baseline_of(DP4), code=1, saved={6})
-    assert "what rank 1 held of mp_rank_00 was not finite, so another copy is saved" in ended.last_line
+    result, _ = ends(job, baseline_of(DP4), code=1, saved={6})
+    assert "what rank 1 held of mp_rank_00 was not finite, so another copy is saved" in result.last_line
 
 
 @pytest.mark.robustness(
@@ -125,10 +125,10 @@ def test_a_tracker_that_is_ahead_of_the_files_is_not_believed(
 COMPARED = {"TTP_VERIFY_SAVES": "True"}
 
 
-def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
+def test_a_checkpoint_with_a_state_that_differs_from_the_agreement_is_refused(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """Its bytes are as the manifest says, but the optimizer state is that of an earlier step."""
+    """The bytes match the manifest, but the optimizer state is that of an earlier step."""
     baseline, name = baseline_of(DP2), "mp_rank_00/distrib_optim.pt"
     save = tmp_path / "save"
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
@@ -140,16 +140,21 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     assert (drilled["drill_step"] in (2, 4, 6), drilled["drill_problem"]) == (True, "")
     assert_last_words(save, 6, baseline)
     earlier, lie = save / naming.final_name(4), save / naming.final_name(6)
-    said = manifest.read(lie)
-    assert said.state is not None
-    assert [shard.holders for shard in said.state.groups["mp_rank_00"].shards] == [(0,)]
+    lie_manifest = manifest.read(lie)
+    assert lie_manifest.state is not None
+    assert [shard.holders for shard in lie_manifest.state.groups["mp_rank_00"].shards] == [(0,)]
     regular = manifest.read(earlier).state
     assert regular is not None
-    assert [len(state.groups["mp_rank_00"].random) for state in (said.state, regular)] == [1, 1]
+    assert [len(state.groups["mp_rank_00"].random) for state in (lie_manifest.state, regular)] == [1, 1]
     shutil.copy(earlier / name, lie / name)
-    files = [hashing.entry_of(lie / file.path, file.path) for file in said.files]
+    files = [hashing.entry_of(lie / file.path, file.path) for file in lie_manifest.files]
     described = manifest.Manifest.now(
-        6, files, said.groups, said.world_size, said.generation, state=said.state
+        6,
+        files,
+        lie_manifest.groups,
+        lie_manifest.world_size,
+        lie_manifest.generation,
+        state=lie_manifest.state,
     )
     (lie / naming.MANIFEST).write_bytes(described.encode())
     assert manifest.defects(lie) == []
@@ -168,7 +173,7 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     ids=["torch", "torch_dist", "async"],
 )
 def test_saves_that_lie_are_refused(layout: Layout, arguments: list[str], tmp_path: Path) -> None:
-    """Among them writers that keep what they were given first (NeMo-RL#3312)."""
+    """Among them writers that keep the first tensors of a buffer (NeMo-RL#3312)."""
     save = tmp_path / "save"
     environment = {**COMPARED, flips.LYING: "1"}
     job = Job(

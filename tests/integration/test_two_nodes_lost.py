@@ -21,8 +21,8 @@ LOST = "rank=0,step=4,phase=backward,kind=agent-sigkill"
 def network() -> Iterator[Namespaces]:
     if not namespaces.permitted():
         pytest.skip("this user may make no network namespace")
-    with namespaces.star(6) as made:
-        yield made
+    with namespaces.star(6) as network:
+        yield network
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_the_node_that_has_taken_over_is_lost_when_a_spare_has_the_place_of_node
         network=network,
         environment={"TTP_TLS": "plain"},
     )
-    ended = harness.run(job)
-    assert sorted(ended.codes)[-2:] == [137, 137], ended.log[-5000:]
-    assert sorted(ended.codes)[:-2] == [0] * (layout.processes + spares - 2), ended.log[-5000:]
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, baseline_of(layout).records)
+    result = harness.run(job)
+    assert sorted(result.codes)[-2:] == [137, 137], result.log[-5000:]
+    assert sorted(result.codes)[:-2] == [0] * (layout.processes + spares - 2), result.log[-5000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    outcome.assert_same_training(result, baseline_of(layout).records)
 
 
 @pytest.mark.parametrize("min_nodes", [0, 2], ids=["static", "c10d"])
@@ -66,29 +66,29 @@ def test_the_recovery_fails_when_a_spare_node_has_the_place_of_node_0(
     min_nodes: int, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """Two new processes of a rank end: all start again at the store of that spare node."""
-    again = [f"rank=0,phase={phase},kind=sigkill,restart=-1" for phase in ("get", "exchange")]
+    newcomer_faults = [f"rank=0,phase={phase},kind=sigkill,restart=-1" for phase in ("get", "exchange")]
     job = online(
         tmp_path,
         DP2_MIRROR,
-        [LOST, *again],
+        [LOST, *newcomer_faults],
         nodes=2,
         min_nodes=min_nodes,
         spares=1,
         network=network,
         environment={"TTP_TLS": "plain"},
     )
-    ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 137], ended.log[-5000:]
-    assert "not recovered online: the new process of rank 0 " in ended.log
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, baseline_of(DP2_MIRROR).records)
+    result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 137], result.log[-5000:]
+    assert "not recovered online: the new process of rank 0 " in result.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.log
+    outcome.assert_same_training(result, baseline_of(DP2_MIRROR).records)
 
 
 @pytest.mark.parametrize("min_nodes", [0, 4], ids=["static", "c10d"])
 def test_node_0_and_another_node_are_lost_at_once(
     min_nodes: int, network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """One spare node takes the place of node 0, and another comes to its store."""
+    """A spare node takes the place of node 0, and another spare comes to the store of the first spare."""
     layout = Layout("dp4-mirror", 4, replica="mirror")
     job = online(
         tmp_path,
@@ -100,9 +100,9 @@ def test_node_0_and_another_node_are_lost_at_once(
         network=network,
         environment={"TTP_TLS": "plain"},
     )
-    ended = trains_on(job, baseline_of(layout), lost_nodes=2)
-    assert ended.logs[1].count(" has the place of node 0, ") == 1
-    assert ended.logs[1].count(" has the place of node 2, ") == 1
+    result = trains_on(job, baseline_of(layout), lost_nodes=2)
+    assert result.logs[1].count(" has the place of node 0, ") == 1
+    assert result.logs[1].count(" has the place of node 2, ") == 1
 
 
 @pytest.mark.parametrize("min_nodes", [0, 4], ids=["static", "c10d"])
@@ -122,8 +122,8 @@ def test_node_0_is_lost_when_it_has_given_the_place_of_another_lost_node(
         network=network,
         environment={"TTP_TLS": "plain"},
     )
-    ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 0, 0, 137, 137], ended.log[-5000:]
-    assert ended.log.count(": this node waits as a spare node again") == 1
-    assert "0 steps lost" in ended.logs[1]
-    outcome.assert_same_training(ended, baseline_of(layout).records)
+    result = harness.run(job)
+    assert sorted(result.codes) == [0, 0, 0, 0, 137, 137], result.log[-5000:]
+    assert result.log.count(": this node waits as a spare node again") == 1
+    assert "0 steps lost" in result.logs[1]
+    outcome.assert_same_training(result, baseline_of(layout).records)

@@ -1,4 +1,4 @@
-"""Without a fault in its training the adaptor changes nothing, and neither does a fault behind it."""
+"""The adaptor changes nothing in a training without a fault, nor does a fault after the training."""
 
 from __future__ import annotations
 
