@@ -84,7 +84,7 @@ def _answer_in_thread(act: Callable[[], str]) -> str:
 
 
 def random_states(npu: Any) -> Iterator[tuple[str, str]]:
-    """Check that they are read and set as the framework does."""
+    """Check that random states are read and set as the framework does."""
     state = npu.get_rng_state()
     first = torch.randn(8, device="npu").cpu()
     npu.set_rng_state(state)

@@ -1,8 +1,8 @@
 """An accelerator of threads: the functions of torch.cuda and torch_npu.npu that `adaptor.devices` uses.
 
-They have the arguments of the real functions, record their callers, and block where those block: a
-stream works in order, in a thread; synchronising waits for the stream. `Remote` is a tensor on that
-device. Each kernel and each allocation of device memory is recorded.
+The functions have the arguments of the real functions, record their callers, and block in the same places: a
+stream works in order, in a thread; synchronising waits for the stream. `Remote` is a tensor on the device.
+Each kernel and each allocation of device memory is recorded.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ _NOTHING = {"is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_
 
 
 class Remote(torch.Tensor):
-    """A tensor of the device, whose memory is `there`.
-
-    It is said to be on the device meta: to slice one of a device that torch was not built for is an error.
-    """
+    """A tensor of the device; its memory is `there`."""
 
     machine: Machine
     there: torch.Tensor
 
     @staticmethod
     def __new__(cls, there: torch.Tensor, machine: Machine) -> Remote:
-        made = torch.Tensor._make_wrapper_subclass(
+        remote = torch.Tensor._make_wrapper_subclass(
             cls,
             there.shape,
             strides=there.stride(),
@@ -41,8 +38,8 @@ class Remote(torch.Tensor):
             dtype=there.dtype,
             device=machine.place,
         )
-        made.there, made.machine = there, machine
-        return made
+        remote.there, remote.machine = there, machine
+        return remote
 
     def data_ptr(self) -> int:
         return self.there.data_ptr()
@@ -122,11 +119,11 @@ class Machine:
         if self.error:
             raise RuntimeError(self.error)
 
-    def note(self, what: str, detail: Any = None) -> None:
-        self.calls.append((threading.current_thread().name, what, detail))
+    def note(self, call: str, detail: Any = None) -> None:
+        self.calls.append((threading.current_thread().name, call, detail))
 
-    def called(self, what: str) -> list[Any]:
-        return [detail for _, called, detail in self.calls if called == what]
+    def called(self, call: str) -> list[Any]:
+        return [detail for _, called, detail in self.calls if called == call]
 
     # as in torch.cuda and torch_npu.npu
 
@@ -194,7 +191,7 @@ class _Stream:
             work()
 
     def close(self) -> None:
-        """When all that it has to do is done."""
+        """Stop the thread once its queue is done."""
         self.unblock()
         self._queue.put(None)
 

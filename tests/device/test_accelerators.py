@@ -1,4 +1,4 @@
-"""cuda and npu against stand-ins of the functions that they use, blocking where those block."""
+"""cuda and npu against stand-ins of their functions, which block in the same places."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_all_memory_and_all_streams_are_there_before_an_incident(
     machine.calls.clear()
     in_a_thread(lambda: device.to_host(machine.put(torch.arange(100.0))))
     assert in_a_thread(device.unreadable) == ""
-    assert {what for _, what, _ in machine.calls} == {"copy"}
+    assert {call for _, call, _ in machine.calls} == {"copy"}
 
 
 def test_streams_are_of_a_kind_that_process_groups_are_not_given(
@@ -175,8 +175,10 @@ def released(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> li
 def in_groups(monkeypatch: pytest.MonkeyPatch, *backends: tuple[str, Any]) -> None:
     """Set up a process group for each backend, on a kind of device."""
     groups = [
-        SimpleNamespace(_device_types=[torch.device(name)], _get_backend=lambda device, found=found: found)
-        for name, found in backends
+        SimpleNamespace(
+            _device_types=[torch.device(name)], _get_backend=lambda device, found=availability: found
+        )
+        for name, availability in backends
     ]
     for name, backend in (("ProcessGroupNCCL", _Backend), ("ProcessGroupNCCL2", _Backend2)):
         monkeypatch.setattr(dist, name, backend, raising=False)
@@ -218,8 +220,9 @@ def test_hung_work_is_ended_only_if_the_device_cannot_be_read(
 def test_a_copy_queued_behind_hung_work_arrives_once_the_work_may_be_ended(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one connection to the device a copy waits for one that the main thread has queued behind a hung
-    collective."""
+    """With one connection to the device a copy waits for an earlier copy that is queued behind a hung
+    collective.
+    """
     monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
     calls = released(kind, machine, monkeypatch)
     may_release = threading.Event()

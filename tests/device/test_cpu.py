@@ -1,4 +1,4 @@
-"""The stand-ins for CUDA, each checked in a process of its own: they last as long as the process."""
+"""The stand-ins for CUDA, each checked in its own process, because they last until its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess
 
 
 def on_cpu(code: str, *, cwd: Path | None = None, **environment: str) -> None:
-    """Run `code` with the device active; what it asserts must hold. torch has been imported before."""
+    """Run `code` with the device active, after the import of torch; its assertions must hold."""
     start = "from adaptor import devices\ndevices.activate('cpu')\nimport torch\n"
     command = [sys.executable, "-c", start + textwrap.dedent(code)]
     warm.run(command, cwd=cwd, env={**os.environ, **environment}, code=0)
@@ -311,15 +311,15 @@ EXITED = ["the script a thread", "registered later", "registered for the exit"]
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("end", "code", "lines"),
     [("", 0, EXITED), ("sys.exit(0)", 0, EXITED), ("sys.exit(3)", 3, [*EXITED, "taken down"])],
     ids=["end", "exit-0", "exit-3"],
 )
-def test_the_end_of_a_script(end: str, code: int, said: list[str], tmp_path: Path) -> None:
+def test_the_end_of_a_script(end: str, code: int, lines: list[str], tmp_path: Path) -> None:
     """All that is registered is done; the interpreter is only taken down after a failure."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
     completed = captured(
         [sys.executable, "-m", "adaptor.devices", "cpu", str(script)], timeout=120, code=code
     )
-    assert completed.stdout.splitlines() == said
+    assert completed.stdout.splitlines() == lines

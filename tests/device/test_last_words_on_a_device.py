@@ -86,7 +86,7 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
         )
         trainee = trainee_on(trainee_device, state, folder.parent)
         in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
-    assert {what for _, what, _ in machine.calls} == {"copy"}
+    assert {call for _, call, _ in machine.calls} == {"copy"}
     files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
     assert len(files) == 2
     for file in files:

@@ -63,7 +63,7 @@ def test_copies_wait_for_the_main_thread_s_stream(device: Npu, machine: Machine,
     )
 
 
-def test_a_stopped_device_keeps_what_it_had_to_do(answers: Answers) -> None:
+def test_a_stopped_device_keeps_its_queue(answers: Answers) -> None:
     deviations = answers(lambda machine: None, "and answers then")
     assert deviations == ["and what it had to do is over: not after a minute"]
 
@@ -81,6 +81,6 @@ def test_random_states_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randn", lambda count, device: draw(count))
     assert [problem for _, problem in npu.random_states(torch)] == ["", ""]
     state: Any = torch.get_rng_state()
-    monkeypatch.setattr(torch, "set_rng_state", lambda given: None)
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     torch.default_generator.set_state(state)
     assert [problem for _, problem in npu.random_states(torch)] == ["", "other numbers are drawn"]

@@ -93,7 +93,7 @@ for one, other in zip(again, torch.autograd.grad(found, (query, key, value), wan
 """
 
 
-def test_the_stand_ins_compute_what_their_interface_says() -> None:
+def test_the_stand_ins_compute_correct_results() -> None:
     path = os.pathsep.join(map(str, (STANDINS, STANDINS / "hugging_face")))
     environment = {**os.environ, "PYTHONPATH": path}
     warm.run([sys.executable, "-c", SCRIPT], env=environment, code=0)

@@ -67,11 +67,11 @@ class Cell:
 
     @property
     def alone(self) -> bool:
-        """Whether some rank holds state without a second copy, so that only exceptions can be survived."""
+        """Return whether some shard has a single holder, so that only exceptions can be survived."""
         return self.family in ALONE
 
     def phases(self) -> tuple[str, ...]:
-        """Return the phases of the cell's moment that its processes reach, and in which a fault can be
+        """Return the phases of the cell's moment that its ranks reach and in which a fault can be
         survived.
         """
         overlapped = "--overlap-param-gather" in self.layout.extra

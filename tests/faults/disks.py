@@ -32,13 +32,13 @@ class Disk:
     device: Path | None = None
     below: Path | None = None
 
-    def will(self, what: str) -> Mapping[str, str]:
+    def will(self, trouble: str) -> Mapping[str, str]:
         """Return the environment of a job in which the fault `disk` breaks this disk.
 
         Args:
-            what: `fail`, `read-only`, `full`, or `inodes` (no inodes are left).
+            trouble: `fail`, `read-only`, `full`, or `inodes` (no inodes are left).
         """
-        return {VARIABLE: f"{what} {self.below if what == 'fail' else self.place}"}
+        return {VARIABLE: f"{trouble} {self.below if trouble == 'fail' else self.place}"}
 
 
 @contextmanager
@@ -54,12 +54,12 @@ def memory(place: Path, size: int, *unmount_flags: str) -> Iterator[Disk]:
 
 @contextmanager
 def block(place: Path, room: int) -> Iterator[Disk]:
-    """Mount a disk whose block device claims to be larger than the `room` bytes that it has."""
-    below = place.with_name(f"{place.name}-below")
+    """Mount a disk whose block device claims to be larger than its `room` bytes."""
+    backing_folder = place.with_name(f"{place.name}-below")
     # A mount namespace that another test makes meanwhile also has the device mounted. Therefore the file
     # behind the device is closed only when that namespace ends.
-    with memory(below, room, "--lazy"):
-        file = below / "file"
+    with memory(backing_folder, room, "--lazy"):
+        file = backing_folder / "file"
         with file.open("wb") as sparse:
             sparse.truncate(4 * room)
         # Without a journal, a failed write does not make the whole disk read-only.
@@ -70,7 +70,7 @@ def block(place: Path, room: int) -> Iterator[Disk]:
             _run("mount", device, str(place))
             try:
                 (place / "lost+found").rmdir()
-                yield Disk(place, Path(device), below)
+                yield Disk(place, Path(device), backing_folder)
             finally:
                 _run("umount", str(place))
         finally:
@@ -79,14 +79,14 @@ def block(place: Path, room: int) -> Iterator[Disk]:
 
 def worsen() -> None:
     """Break the disk that this process's environment names."""
-    what, _, place = os.environ[VARIABLE].partition(" ")
-    if what == "read-only":
+    trouble, _, place = os.environ[VARIABLE].partition(" ")
+    if trouble == "read-only":
         _run("mount", "-o", "remount,ro", place)
         return
-    if what == "full":
+    if trouble == "full":
         _fill(Path(place) / f"{_FILLING}0")
         return
-    if what == "inodes":
+    if trouble == "inodes":
         with contextlib.suppress(OSError):
             for number in itertools.count():
                 (Path(place) / f"{_FILLING}{number}").touch()
@@ -104,8 +104,8 @@ def _fill(path: Path) -> None:
 
 def mend() -> None:
     """Make the disk that this process's environment names writable again."""
-    what, _, place = os.environ[VARIABLE].partition(" ")
-    if what == "read-only":
+    trouble, _, place = os.environ[VARIABLE].partition(" ")
+    if trouble == "read-only":
         _run("mount", "-o", "remount,rw", place)
     else:
         for path in Path(place).glob(f"{_FILLING}*"):

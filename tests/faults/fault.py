@@ -327,13 +327,18 @@ class Injector:
                 os.kill(os.getppid(), signal.SIGINT)
                 _until_it_is_known()
             case "tree-sigterm":
-                agent, workers, *below = _levels(os.getppid())
+                agent, workers, *levels_below = _levels(os.getppid())
                 _terminate((*agent, *workers))
                 _until_it_is_known()
                 # Data loaders end only now: a loader that ends before the shutdown is known counts as a
                 # failure of its rank. This rank's own end last, for their end raises an error here.
-                own = _tree(os.getpid())
-                _terminate(sorted((process for level in below for process in level), key=own.__contains__))
+                own_processes = _tree(os.getpid())
+                _terminate(
+                    sorted(
+                        (process for level in levels_below for process in level),
+                        key=own_processes.__contains__,
+                    )
+                )
             case "agent-sigint-twice":
                 os.kill(os.getppid(), signal.SIGINT)
                 _until_it_is_known()  # the kernel would merge two pending signals
@@ -404,7 +409,7 @@ class Injector:
 
 
 def _until_it_is_known() -> None:
-    """Wait until this process knows that the job ends: with a slow agent, training could finish first."""
+    """Wait until this process knows the end of the job: with a slow agent, training could finish first."""
     from adaptor.worker import runtime
 
     session = runtime.get().session
@@ -435,9 +440,11 @@ def _until_all_others_are_in(step: int) -> None:
     from adaptor.worker import runtime
 
     boards = _Boards(os.environ[BOARD], os.environ[BOARD_RANKS])
-    others = {int(rank) for rank in os.environ[BOARD_RANKS].split(",")} - {runtime.get().rank}
+    other_ranks = {int(rank) for rank in os.environ[BOARD_RANKS].split(",")} - {runtime.get().rank}
     waiting.until(
-        lambda: all(boards.read(rank).inside == step for rank in others), "all others go on", within_s=_LONG_S
+        lambda: all(boards.read(rank).inside == step for rank in other_ranks),
+        "all others go on",
+        within_s=_LONG_S,
     )
 
 
@@ -455,7 +462,7 @@ def _waiting_spare() -> int:
 
 
 def _waiting_spares() -> list[int]:
-    """Return the pids of the spares that have imported everything, which they show in their process names."""
+    """Return the pids of the spares that have imported all modules; their process names show it."""
     pids = []
     for process in _tree(os.getppid()):
         with contextlib.suppress(OSError):
@@ -552,10 +559,10 @@ def _wait_for_nobody() -> None:
 
 
 def _wait_for_forgotten_work(*limit: timedelta) -> None:
-    """Wait in gloo on connections that belong to no group of the framework, so that nobody shuts them down.
+    """Wait in gloo on connections outside of the framework's groups, which are not shut down at the fault.
 
     Args:
-        limit: a timeout of the wait itself, because of which nobody can end it.
+        limit: a timeout of the wait itself, which makes the wait uninterruptible.
     """
     import torch
     from torch.distributed import HashStore, ProcessGroupGloo
@@ -565,10 +572,10 @@ def _wait_for_forgotten_work(*limit: timedelta) -> None:
     def make(rank: int) -> None:
         groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(hours=1))
 
-    other = threading.Thread(target=make, args=(1,))
-    other.start()
+    second = threading.Thread(target=make, args=(1,))
+    second.start()
     make(0)
-    other.join()
+    second.join()
     handle = groups[0].recv([torch.zeros(1)], 1, 0)
     handle.wait(*limit)
 
@@ -596,8 +603,8 @@ def _levels(root: int) -> list[list[int]]:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(process.name))
     levels = [[root]]
-    while below := [child for process in levels[-1] for child in children.get(process, [])]:
-        levels.append(below)
+    while next_level := [child for process in levels[-1] for child in children.get(process, [])]:
+        levels.append(next_level)
     return levels
 
 
@@ -614,7 +621,7 @@ def _terminate(processes: Iterable[int]) -> None:
 
 
 def tell_siblings() -> None:
-    """Put the rank into this process's name, by which other workers of the agent find it."""
+    """Put the rank into this process's name, by which other workers of the agent find the process."""
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
 
 
@@ -622,8 +629,8 @@ def _sibling(rank: int) -> int:
     """Return the process id of another worker of this agent."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(")")
-            if int(rest.split()[1]) == os.getppid() and name == f"rank {rank}":
+            name, _, fields = (process / "stat").read_text().partition("(")[2].rpartition(")")
+            if int(fields.split()[1]) == os.getppid() and name == f"rank {rank}":
                 return int(process.name)
         except (OSError, ValueError, IndexError):
             continue

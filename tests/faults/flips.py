@@ -1,9 +1,9 @@
 """Flips bits in the memory of a training rank.
 
-Either a single bit stays flipped, or many changes are made at the doors of a job, each undone once the
-comparison of the holders has judged it. A change in a step without a comparison is made in a
-copy of the shards, which then makes the updates up to the comparison. A change of a pass is made while the
-rank repeats its first micro-batch.
+Either a single bit stays flipped, or many changes are made at the doors of a job, each undone after its
+comparison by the holders. A change in a step without a comparison is made in a copy of the shards, which then
+makes the updates up to the comparison. A change of a pass is made while the rank repeats its first
+micro-batch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def flip(kind: str, seed: int) -> None:
     drawn = random.Random(seed)
     tensor = drawn.choice(tensors).detach()
     dtype = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    words = tensor.view(-1).view(dtype)
-    words[drawn.randrange(words.numel())] ^= 1 << drawn.randrange(8 * tensor.element_size() - 1)
+    elements = tensor.view(-1).view(dtype)
+    elements[drawn.randrange(elements.numel())] ^= 1 << drawn.randrange(8 * tensor.element_size() - 1)
 
 
 def _held(trainee: Any) -> list[Any]:
@@ -148,15 +148,15 @@ def _drawn_masks(drawn: random.Random, pattern: str, count: int, bits: int) -> d
         case 2:
             return dict.fromkeys(range(first, min(count, first + drawn.choice((4, 8, 16)))), bit)
         case _:
-            words = drawn.sample(range(count), min(count, drawn.randint(2, 16)))
-            return {word: 1 << drawn.randrange(bits) for word in words}
+            elements = drawn.sample(range(count), min(count, drawn.randint(2, 16)))
+            return {word: 1 << drawn.randrange(bits) for word in elements}
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A change of bits of one tensor; calling it again undoes it."""
 
-    words: Any
+    elements: Any
     masks: dict[int, int]
 
     @classmethod
@@ -169,15 +169,15 @@ class Change:
             return None
         tensor = drawn.choice(present).detach()
         bits = 8 * tensor.element_size()
-        words = tensor.view(-1).view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
-        masks = _drawn_masks(drawn, pattern, words.numel(), bits)
-        return cls(words, {word: mask - (mask >> bits - 1 << bits) for word, mask in masks.items()})
+        elements = tensor.view(-1).view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
+        masks = _drawn_masks(drawn, pattern, elements.numel(), bits)
+        return cls(elements, {word: mask - (mask >> bits - 1 << bits) for word, mask in masks.items()})
 
     def __call__(self) -> None:
         for word, mask in self.masks.items():
-            if self.words.element_size() == 1:
+            if self.elements.element_size() == 1:
                 mask &= 0xFF
-            self.words[word] ^= mask
+            self.elements[word] ^= mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,24 +253,27 @@ class _Door:
         self._random = dict(trainee.random.own())
         self.report = self._reported(check._updated)
         self.held = self._held()
-        self.later = [self._reported_later("", later) for later in range(1, _MOST_LATER + 1)]
+        self.later = [self._reported_later("", steps_later) for steps_later in range(1, _MOST_LATER + 1)]
 
     def _reported(self, updated: Any) -> Any:
         return self._check._report(self._trainee, updated, is_at_door=True)
 
-    def _reported_later(self, kind: str, later: int, change: Callable[[], None] = lambda: None) -> Any:
+    def _reported_later(self, kind: str, steps_later: int, change: Callable[[], None] = lambda: None) -> Any:
         """The report of this rank at the comparison after `later` updates, with a change of the copies."""
         from adaptor.verification.checksums import shard_sums
         from adaptor.verification.verdict import ShardRecord
 
         if not kind:
             self._apart.take()
-        before = 1 if " in the update" in kind else 0
-        self._apart.update(before)
+        steps_before = 1 if " in the update" in kind else 0
+        self._apart.update(steps_before)
         change()
-        self._apart.update(later - before)
+        self._apart.update(steps_later - steps_before)
         sums = {shard.index: shard_sums(shard.optimizer) for shard in self._apart.held}
-        records = {self._check._labels[index]: ShardRecord(now, now, {}) for index, now in sums.items()}
+        records = {
+            self._check._labels[index]: ShardRecord(checksums, checksums, {})
+            for index, checksums in sums.items()
+        }
         return msgspec.structs.replace(self.report, shards=records)
 
     def _tensors(self, kind: str, holder: Any) -> Iterable[Any]:
@@ -283,26 +286,26 @@ class _Door:
             The change, its pattern, the dtype, the steps until the comparison, and the answer; None if
             there is nothing to change.
         """
-        holder, later = self._trainee, 0
+        holder, steps_later = self._trainee, 0
         if kind.endswith(UNVERIFIED):
-            holder, later = self._apart, self._drawn.randint(1, _MOST_LATER)
+            holder, steps_later = self._apart, self._drawn.randint(1, _MOST_LATER)
             holder.take()
         change: Change | CountChange | None
         if CHANGES[kind] == "updates":
             change, pattern, bits = CountChange.draw(self._drawn, holder), PATTERNS[0], "a number"
         else:
             change = Change.draw(self._drawn, self._tensors(CHANGES[kind], holder), pattern)
-            bits = "" if change is None else f"{8 * change.words.element_size()} bits"
+            bits = "" if change is None else f"{8 * change.elements.element_size()} bits"
         if change is None:
             return None
-        if later:
-            return kind, pattern, bits, later, self._reported_later(kind, later, change)
+        if steps_later:
+            return kind, pattern, bits, steps_later, self._reported_later(kind, steps_later, change)
         change()
         try:
             answer = self._answer(kind)
         finally:
             change()
-        return kind, pattern, bits, later, answer
+        return kind, pattern, bits, steps_later, answer
 
     def _answer(self, kind: str) -> Any:
         place = kind.partition(" in ")[2]
@@ -324,9 +327,9 @@ class _Door:
         from adaptor.verification.agreed_state import WEIGHT, AgreedGroup, AgreedShard, AgreedState
         from adaptor.verification.save_check import SaveCheck
 
-        state, held = self._trainee.state, self.held
-        shard = AgreedShard({WEIGHT: f"{held.weights:016x}"}, ())
-        group = AgreedGroup(held.layout, [shard], held.updates, (held.random,))
+        state, held_state = self._trainee.state, self.held
+        shard = AgreedShard({WEIGHT: f"{held_state.weights:016x}"}, ())
+        group = AgreedGroup(held_state.layout, [shard], held_state.updates, (held_state.random,))
         check = SaveCheck(0, state, AgreedState(0, {state.folder: group}))
         archive = {key: chunk.state_dict() for key, chunk in state.chunks.items()}
         try:
@@ -356,19 +359,21 @@ def _change(check: Any, trainee: Any, count: int, seed: str, file: Path) -> None
     rank = dist.get_rank(everyone)
     drawn = random.Random(f"{seed}-{check._step}-{rank}")
     door = _Door(check, trainee, drawn)
-    asked = [door.ask(drawn.choice([*CHANGES]), drawn.choice(PATTERNS)) for _ in range(count)]
-    gathered = group.gather_all(([door.report, *door.later], door.held, list(filter(None, asked))), everyone)
+    answers_of_rank = [door.ask(drawn.choice([*CHANGES]), drawn.choice(PATTERNS)) for _ in range(count)]
+    gathered = group.gather_all(
+        ([door.report, *door.later], door.held, list(filter(None, answers_of_rank))), everyone
+    )
     if rank:
         return
     # The reports of all ranks without a change, by the steps between change and comparison.
     reports = [list(by_rank) for by_rank in zip(*(reports for reports, _, _ in gathered), strict=True)]
     assert all(_is_agreed(check, by_rank) for by_rank in reports)
-    held = [state for _, state, _ in gathered]
+    held_states = [state for _, state, _ in gathered]
     results: _Results = Counter()
     for changed_rank, (_, _, answers) in enumerate(gathered):
-        for kind, pattern, dtype, later, answer in answers:
-            verdict = _verdict(check, kind, changed_rank, answer, reports[later], held)
-            results[kind, pattern, dtype, later, verdict] += 1
+        for kind, pattern, dtype, steps_later, answer in answers:
+            verdict = _verdict(check, kind, changed_rank, answer, reports[steps_later], held_states)
+            results[kind, pattern, dtype, steps_later, verdict] += 1
     _write(file, check._step, results)
 
 
@@ -405,31 +410,33 @@ def _change_passes(
     everyone: Any = group.of_this_job()
     trainee: Any = runtime.get().session.trainee
     rank, drawn = dist.get_rank(everyone), random.Random(f"{seed}-{step}")
-    asked: list[list[Any]] = []
+    changes_made: list[list[Any]] = []
     for _ in range(count):
         kind, pattern = drawn.choice([*_PASSES]), drawn.choice(PATTERNS)
         changed_rank, own_seed = drawn.randrange(dist.get_world_size(everyone)), drawn.random()
-        asked.append([kind, pattern, "", changed_rank])
+        changes_made.append([kind, pattern, "", changed_rank])
 
-        def change(line: list[Any] = asked[-1], own_seed: float = own_seed) -> None:
+        def change(line: list[Any] = changes_made[-1], own_seed: float = own_seed) -> None:
             tensors = _TENSORS[_PASSES[line[0]]](trainee)
             drawn_change = Change.draw(random.Random(own_seed), tensors, line[1])
             assert drawn_change is not None
-            line[2] = f"{8 * drawn_change.words.element_size()} bits"
+            line[2] = f"{8 * drawn_change.elements.element_size()} bits"
             drawn_change()
 
         if rank == changed_rank:
             (in_forward if "forward" in kind else in_backward).append(change)
-        asked[-1].append(repeat())
-    gathered = group.gather_all((record, asked), everyone)
+        changes_made[-1].append(repeat())
+    gathered = group.gather_all((record, changes_made), everyone)
     if rank:
         return
     records = [own_record for own_record, _ in gathered]
     assert not replay_check.differing(records)
     results: _Results = Counter()
-    for number, (kind, pattern, _, changed_rank, _) in enumerate(asked):
+    for number, (kind, pattern, _, changed_rank, _) in enumerate(changes_made):
         dtype = gathered[changed_rank][1][number][2]
-        changed = [msgspec.structs.replace(own, own=answers[number][4]) for own, answers in gathered]
+        changed = [
+            msgspec.structs.replace(own_record, own=answers[number][4]) for own_record, answers in gathered
+        ]
         verdict = _NO_TRACE
         if replay_check.differing(changed):
             verdict = _says(replay_check.decide(changed, [own.own for own in records], step), changed_rank)
@@ -437,18 +444,20 @@ def _change_passes(
     _write(file, step, results)
 
 
-def _verdict(check: Any, kind: str, rank: int, answer: Any, reports: list[Any], held: list[Any]) -> str:
+def _verdict(
+    check: Any, kind: str, rank: int, answer: Any, reports: list[Any], held_states: list[Any]
+) -> str:
     """Return the verdict if `rank` has the changed bits: named, suspected, named wrongly, or missed."""
     from adaptor.verification import agreed_state, verdict
 
     if kind.endswith("in a save"):
         return "named" if answer else "missed"
     if kind.endswith("in a load"):
-        agreed = agreed_state.agree(check._step, held)
-        loaded = [*held[:rank], answer, *held[rank + 1 :]]
+        agreed = agreed_state.agree(check._step, held_states)
+        loaded = [*held_states[:rank], answer, *held_states[rank + 1 :]]
         lines = agreed_state.differences(agreed, loaded, has_optimizer=True)
-        others = agreed_state.ranks_with_other_random_states(agreed, loaded)
-        lines += [f"random states on rank {other}" for other in others]
+        differing_ranks = agreed_state.ranks_with_other_random_states(agreed, loaded)
+        lines += [f"random states on rank {differing_rank}" for differing_rank in differing_ranks]
         named = all(line.endswith(f"on rank {rank}") for line in lines)
         return ("named" if named else "named wrongly") if lines else "missed"
     changed = [*reports[:rank], answer, *reports[rank + 1 :]]

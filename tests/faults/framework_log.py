@@ -26,21 +26,21 @@ def lines(log: str) -> dict[int, list[str]]:
 
 
 def assert_same(
-    ended: Ended, baseline: Baseline, interval: int = 1, after: int = 0, written: Collection[int] = ()
+    result: Ended, baseline: Baseline, interval: int = 1, resumed_step: int = 0, written: Collection[int] = ()
 ) -> None:
     """Assert that each line is logged once, and equals that of the unmodified framework.
 
     Args:
-        ended: a job of `ITERATIONS` steps.
+        result: a job of `ITERATIONS` steps.
         baseline: the undisturbed run.
         interval: value of `--log-interval`, in steps.
-        after: the step that both runs resumed from.
+        resumed_step: the step that both runs resumed from.
         written: steps whose lines were written in a recovery, in jobs that log auxiliary losses.
     """
     expected = lines((baseline.checkpoints.parent / "agent0.log").read_text())
-    assert list(expected) == list(range(after + interval, ITERATIONS + 1, interval))
+    assert list(expected) == list(range(resumed_step + interval, ITERATIONS + 1, interval))
     for step in written:
         (line,) = expected[step]
         assert AUXILIARY.search(line)
         expected[step] = [AUXILIARY.sub("", line)]
-    assert lines(ended.log) == expected
+    assert lines(result.log) == expected

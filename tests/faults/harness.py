@@ -48,8 +48,8 @@ QUICK = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 def _index() -> tempfile.TemporaryDirectory[str]:
     """Return the folder in which the framework keeps the index of the mock data.
 
-    To build the index takes half a second in each process. The framework does not write it atomically, so
-    jobs that run at the same time must not share a folder.
+    Building the index takes half a second in each process. The framework writes the index without locks, so
+    parallel jobs must not share a folder.
     """
     index = tempfile.TemporaryDirectory(prefix="ttp-index-")
     atexit.register(index.cleanup)
@@ -305,9 +305,9 @@ class Ended:
         """The lines of the adaptor in all logs."""
         return log_lines.lines(self.log)
 
-    def assert_says(self, words: str) -> None:
-        """Assert that a line of the adaptor has these words."""
-        assert any(words in line for line in self.said), self.said
+    def assert_says(self, fragment: str) -> None:
+        """Assert that a line of the adaptor contains `fragment`."""
+        assert any(fragment in line for line in self.said), self.said
 
 
 def run(job: Job, *, code: int | None = None) -> Ended:
@@ -385,7 +385,7 @@ def run(job: Job, *, code: int | None = None) -> Ended:
     shutil.rmtree(scratch, ignore_errors=True)
     operator_files.assert_valid(job.out / "logs")
     stamps = job.out / "stamps"
-    ended = Ended(
+    result = Ended(
         job,
         codes,
         tuple(log.read_text(errors="replace") for log in logs),
@@ -394,10 +394,10 @@ def run(job: Job, *, code: int | None = None) -> Ended:
         at,
     )
     assert code is None or set(codes) == {code}, (
-        f"exit codes {codes} in place of {code}:\n{ended.log[-5000:]}"
+        f"exit codes {codes} in place of {code}:\n{result.log[-5000:]}"
     )
-    assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
-    return ended
+    assert len(result.stamps) == len(job.faults), f"a fault did not strike:\n{result.log[-3000:]}"
+    return result
 
 
 def _trains(job: Job) -> bool:

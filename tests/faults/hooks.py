@@ -165,7 +165,7 @@ class _Liar:
         self._first: dict[Any, Any] = {}
 
     def _changed(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what is written instead of these tensors, by name."""
+        """Return the tensors to write in place of the given tensors, by name."""
         lie = LIES.get(self._injector.step)
         for name, tensor in tensors.items():
             self._first.setdefault(name, tensor.detach().clone())
@@ -181,7 +181,7 @@ class _Liar:
         return {**tensors, name: largest}
 
     def plan(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Give a writer of `torch_dist` other tensors than those of its plan."""
+        """Give a `torch_dist` writer other tensors than those of its plan."""
         planned = wrapped(*args, **kwargs)
         buckets = []
         for path, key, (data, tensors) in instance.write_buckets:
@@ -192,21 +192,21 @@ class _Liar:
         return planned
 
     def write(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Cut off a file of `torch_dist` in the process that has written it."""
+        """Truncate a `torch_dist` file in the process that has written it."""
         result = wrapped(*args, **kwargs)
         self._cut(str(kwargs["write_bucket"][0]))
         return result
 
     def save(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        content, target, *others = args
+        content, target, *further = args
         is_archive = isinstance(target, str) and isinstance(content, dict)
         if is_archive and "iteration" in content and LIES.get(self._injector.step) == "another step":
             content = {**content, "iteration": content["iteration"] - 1}
         if is_archive and "buckets_coalesced" in content:
             ((dtypes, tensors),) = content[0].items()
-            own = {key: value for key, value in tensors.items() if hasattr(value, "numel")}
-            content = {**content, 0: {dtypes: {**tensors, **self._changed(own)}}}
-        result = wrapped(content, target, *others, **kwargs)
+            of_rank = {key: value for key, value in tensors.items() if hasattr(value, "numel")}
+            content = {**content, 0: {dtypes: {**tensors, **self._changed(of_rank)}}}
+        result = wrapped(content, target, *further, **kwargs)
         if is_archive and "buckets_coalesced" in content:
             self._cut(target)
         return result

@@ -3,7 +3,8 @@
 SPEC is `rank=1,step=6,phase=backward,kind=sigkill` with the fields of `tests/faults/fault.py`. Optional
 fields are `code=7` (for os._exit and sys.exit), `also=3` (a rank of this machine to kill at the same moment)
 and `restart=1` (the generation of the workers; the first is 0). `--stamp FILE` appends a line of JSON when a
-fault strikes. The hooks are installed from outside, in the framework and in the adaptor, and do nothing else.
+fault strikes. The hooks in the framework and in the adaptor are installed from outside and have no other
+effect.
 """
 
 from __future__ import annotations

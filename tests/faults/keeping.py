@@ -73,7 +73,7 @@ def once(place: Path, make: Callable[[Path], None]) -> Path:
     return place
 
 
-def key(framework: Path, *more: object) -> str:
+def key(framework: Path, *inputs: object) -> str:
     """Return a digest of everything that determines the bits of a training run.
 
     Args:
@@ -86,7 +86,7 @@ def key(framework: Path, *more: object) -> str:
         if name.startswith(_PREFIXES) and not name.startswith(_NO_NUMBERS)
     )
     versions = (sys.version, torch.__version__, numpy.__version__, torch.__config__.show(), _processor())
-    return _digest(repr((versions, variables, _tree(framework), _tree(ROOT, CODE), more)).encode())
+    return _digest(repr((versions, variables, _tree(framework), _tree(ROOT, CODE), inputs)).encode())
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """Keeps compiled code in memory, for the forks of the process that has read it.
 
 A third of the CPU time of a tiny job goes into bytecode: each worker reads and unmarshals the same six
-hundred files, and compiles the same methods of dataclasses. `keep` does both once. It executes none of these
-modules, and a fork has none of them imported: the import system finds, executes and hooks each module as
-always, and only takes the code from here.
+hundred files, and compiles the same methods of dataclasses. `keep` does both once, without executing a
+module: in a fork the import system finds, executes and hooks each module as always, and only takes the code
+from memory.
 
-*Scouts*, forks that import the modules and end, report which files and texts are needed.
+*Scouts*, forks that import the modules and end, report the needed files and texts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finds the adaptor's lines in a log that scripts write to as well.
+"""Finds the adaptor's lines in a log that scripts also write to.
 
-The adaptor writes each line in one piece. But `print` of an unbuffered script writes a text and its newline
-separately, and a line of the adaptor, written by another thread or process, may come between them.
+The adaptor writes each line in one piece. But `print` of an unbuffered script writes a text and the newline
+separately, and a line of the adaptor from another thread or process may come in between.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ def lines(log: str) -> list[str]:
 
 
 def last_line(log: str) -> str:
-    """Return the last line of `log`; if the adaptor wrote it, without text of a script in front of it."""
+    """Return the last line of `log`; of a line of the adaptor, without a script's text in front."""
     last = log.rstrip().rpartition("\n")[2]
     return next(iter(lines(last)), last)

@@ -62,12 +62,12 @@ def assert_saved(root: Path, step: int) -> Path:
 
 
 def assert_same_training(
-    ended: Ended, baseline: dict[int, list[dict[str, Any]]], steps: Iterable[int] | None = None
+    result: Ended, baseline: dict[int, list[dict[str, Any]]], steps: Iterable[int] | None = None
 ) -> None:
     """Assert that every record equals, bit for bit, the record of the undisturbed run.
 
     Args:
-        ended: the job.
+        result: the job.
         baseline: the records of the undisturbed run.
         steps: the steps that every rank must have recorded; None: all of them.
     """
@@ -75,8 +75,8 @@ def assert_same_training(
     expected = {
         (rank, line["iteration"]): _figures(line) for rank, lines in baseline.items() for line in lines
     }
-    assert ended.records.keys() == baseline.keys()
-    for rank, lines in ended.records.items():
+    assert result.records.keys() == baseline.keys()
+    for rank, lines in result.records.items():
         assert required <= {line["iteration"] for line in lines}, f"rank {rank} has not recorded every step"
         for line in lines:
             assert _figures(line) == expected[rank, line["iteration"]], f"rank {rank}: {line}"

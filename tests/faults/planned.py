@@ -17,9 +17,11 @@ from tests.frameworks import args, prepare
 TOLERANCE = 0.05
 
 
-def assert_as_planned(ended: Ended) -> None:
-    """Assert that a job with last words in a single incident did what `ttp plan` predicts for its layout."""
-    job = ended.job
+def assert_as_planned(result: Ended) -> None:
+    """Assert that a job with last words in a single incident matches the prediction of `ttp plan` for its
+    layout.
+    """
+    job = result.job
     script = str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py")
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "plan", "--json"]
     command += ["--nproc-per-node", str(job.layout.processes), "--", script, *harness.training(job)]
@@ -27,8 +29,8 @@ def assert_as_planned(ended: Ended) -> None:
     planned = warm.run(command, env=environment, code=0)
     plan = json.loads(planned.stdout)["plan"]
 
-    protection = re.search(r"protected from step 1 \((?:[\w ]+); (.*)\)", ended.log)
-    assert protection is not None, ended.log[-3000:]
+    protection = re.search(r"protected from step 1 \((?:[\w ]+); (.*)\)", result.log)
+    assert protection is not None, result.log[-3000:]
     (chosen,) = (row for row in plan["replicas"] if row["chosen"])
     assert chosen["survives"] == protection[1]
     (incident,) = (job.out / "logs").glob("*/incidents/*.json")

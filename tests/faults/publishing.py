@@ -1,6 +1,6 @@
 """Runs ttprun with a fault while it publishes: `TTP_TEST_PUBLISHING="NODE POINT KIND" publishing.py ...`.
 
-POINT is `name` (nothing is done yet), `move-in` (every file has its final name, the folder has not) or
+POINT is `name` (before any rename), `move-in` (every file has its final name, the folder not yet) or
 `announce` (the folder has its name, the tracker is old). KIND is `sigkill`, `error` (the disk is read-only
 from then on) or `sigstop` (the process continues once the tracker names a checkpoint).
 """

@@ -31,66 +31,68 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*.pt")}
 
 
-def differences(ours: Path, theirs: Path) -> list[str]:
+def differences(left: Path, right: Path) -> list[str]:
     """Return the differences between two checkpoint folders, a line each: order of keys, dtypes, bits."""
-    if files(ours) != files(theirs):
-        return [f"files: {sorted(files(ours))} and {sorted(files(theirs))}"]
-    pairs = {name: (load(ours / name), load(theirs / name)) for name in sorted(files(ours))}
-    if (theirs / "metadata.json").exists():
+    if files(left) != files(right):
+        return [f"files: {sorted(files(left))} and {sorted(files(right))}"]
+    pairs = {name: (load(left / name), load(right / name)) for name in sorted(files(left))}
+    if (right / "metadata.json").exists():
         pairs = {name: (our, _without_rerun_state(their, our)) for name, (our, their) in pairs.items()}
-        pairs["metadata.json"] = tuple((root / "metadata.json").read_text() for root in (ours, theirs))
-        content = sharded.load(ours)
-        pairs["sharded"] = content, _without_rerun_state(sharded.load(theirs), content)
+        pairs["metadata.json"] = tuple((root / "metadata.json").read_text() for root in (left, right))
+        content = sharded.load(left)
+        pairs["sharded"] = content, _without_rerun_state(sharded.load(right), content)
     return [f"{name}{line}" for name, pair in pairs.items() for line in _differences("", *pair)]
 
 
-def _without_rerun_state(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+def _without_rerun_state(right: dict[str, Any], left: dict[str, Any]) -> dict[str, Any]:
     """Return a part of a `torch_dist` checkpoint, without the rerun state machine's state if ours lacks it.
 
     Last words lack the state. Regular saves have had the state since 0.17, empty but in a rerun. The
     framework loads a checkpoint without the state.
     """
     name, common = "rerun_state_machine", "common_state/shard_0_1"  # since 0.19 in place of common.pt
-    state = {key: value for key, value in theirs.items() if not key.startswith(name) or key in ours}
-    if common in ours and name not in ours[common][0]:
+    state = {key: value for key, value in right.items() if not key.startswith(name) or key in left}
+    if common in left and name not in left[common][0]:
         state[common][0].pop(name, None)
     return state
 
 
-def _differences(place: str, ours: Any, theirs: Any) -> Iterator[str]:
-    if type(ours) is not type(theirs):
-        yield f"{place}: {type(ours).__name__} and {type(theirs).__name__}"
-    elif isinstance(ours, torch.Tensor):
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield f"{place}: {ours.dtype} {tuple(ours.shape)} and {theirs.dtype} {tuple(theirs.shape)}"
-        elif ours.stride() != theirs.stride():
-            yield f"{place}: strides {ours.stride()} and {theirs.stride()}"
-        elif _bits(ours) != _bits(theirs):
+def _differences(place: str, left: Any, right: Any) -> Iterator[str]:
+    if type(left) is not type(right):
+        yield f"{place}: {type(left).__name__} and {type(right).__name__}"
+    elif isinstance(left, torch.Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            yield f"{place}: {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+        elif left.stride() != right.stride():
+            yield f"{place}: strides {left.stride()} and {right.stride()}"
+        elif _bits(left) != _bits(right):
             yield f"{place}: other bits"
-    elif isinstance(ours, numpy.ndarray):
-        if ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes():
+    elif isinstance(left, numpy.ndarray):
+        if left.dtype != right.dtype or left.tobytes() != right.tobytes():
             yield f"{place}: other bits"
-    elif isinstance(ours, dict):
-        if list(ours) != list(theirs):
-            yield f"{place}: keys {list(ours)} and {list(theirs)}"
-        for key in ours.keys() & theirs.keys():
-            yield from _differences(f"{place}/{key}", ours[key], theirs[key])
-    elif isinstance(ours, list | tuple):
-        if len(ours) != len(theirs):
-            yield f"{place}: {len(ours)} and {len(theirs)} entries"
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            yield from _differences(f"{place}/{number}", one, other)
-    elif isinstance(ours, Namespace):
-        mine, other = (
-            {key: value for key, value in vars(each).items() if key not in OWN_ARGUMENTS}
-            for each in (ours, theirs)
+    elif isinstance(left, dict):
+        if list(left) != list(right):
+            yield f"{place}: keys {list(left)} and {list(right)}"
+        for key in left.keys() & right.keys():
+            yield from _differences(f"{place}/{key}", left[key], right[key])
+    elif isinstance(left, list | tuple):
+        if len(left) != len(right):
+            yield f"{place}: {len(left)} and {len(right)} entries"
+        for number, (left_entry, right_entry) in enumerate(zip(left, right, strict=False)):
+            yield from _differences(f"{place}/{number}", left_entry, right_entry)
+    elif isinstance(left, Namespace):
+        left_values, right_entry = (
+            {key: value for key, value in vars(namespace).items() if key not in OWN_ARGUMENTS}
+            for namespace in (left, right)
         )
-        yield from _differences(f"{place}.", dict(sorted(mine.items())), dict(sorted(other.items())))
-    elif isinstance(ours, float):
-        if ours.hex() != theirs.hex():
-            yield f"{place}: {ours!r} and {theirs!r}"
-    elif ours != theirs:
-        yield f"{place}: {ours!r} and {theirs!r}"
+        yield from _differences(
+            f"{place}.", dict(sorted(left_values.items())), dict(sorted(right_entry.items()))
+        )
+    elif isinstance(left, float):
+        if left.hex() != right.hex():
+            yield f"{place}: {left!r} and {right!r}"
+    elif left != right:
+        yield f"{place}: {left!r} and {right!r}"
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -81,13 +81,13 @@ def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> 
         The job, and the step of its last words.
     """
     assert job.save is not None
-    before = outcome.steps_in(job.save) if job.save.exists() else []
-    ended = harness.run(job, code=code)
-    (step,) = set(outcome.steps_in(job.save)) - set(before) - _regular(job)
+    steps_before = outcome.steps_in(job.save) if job.save.exists() else []
+    result = harness.run(job, code=code)
+    (step,) = set(outcome.steps_in(job.save)) - set(steps_before) - _regular(job)
     assert step in saved
     assert_last_words(job.save, step, baseline)
-    outcome.assert_same_training(ended, baseline.records, steps=range(1, step))
-    return ended, step
+    outcome.assert_same_training(result, baseline.records, steps=range(1, step))
+    return result, step
 
 
 def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
@@ -155,27 +155,29 @@ def survives(
         saved: the steps that the job may save.
         resumed: whether the unmodified framework must also resume from the last words.
     """
-    ended, step = ends(job, baseline, code=code, saved=saved)
-    assert ended.last_line.startswith("[ttp] "), ended.last_line
-    assert f"step {step} is saved, no finished step is lost" in ended.last_line
+    result, step = ends(job, baseline, code=code, saved=saved)
+    assert result.last_line.startswith("[ttp] "), result.last_line
+    assert f"step {step} is saved, no finished step is lost" in result.last_line
     if resumed:
         goes_on(job, baseline, step)
-    return ended
+    return result
 
 
 def restarts(job: Job, baseline: Baseline, *, saved: Collection[int]) -> Ended:
     """Assert that the job saves last words, restarts by itself and trains to the end as the baseline."""
     assert job.save is not None
     assert job.restarts > 0
-    ended = harness.run(job, code=0)
+    result = harness.run(job, code=0)
     (step,) = set(outcome.steps_in(job.save)) - _regular(job) - {ITERATIONS}
     assert step in saved
     outcome.assert_saved(job.save, ITERATIONS)
     assert_as_saved(job.save, (step,), baseline)
-    outcome.assert_same_training(ended, baseline.records)
-    again = {line["iteration"] for lines in ended.records.values() for line in lines if line["restart"] == 1}
-    assert again == set(range(step + 1, ITERATIONS + 1))
-    return ended
+    outcome.assert_same_training(result, baseline.records)
+    trained_after = {
+        line["iteration"] for lines in result.records.values() for line in lines if line["restart"] == 1
+    }
+    assert trained_after == set(range(step + 1, ITERATIONS + 1))
+    return result
 
 
 def _regular(job: Job) -> set[int]:

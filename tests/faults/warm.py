@@ -117,10 +117,10 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
     ends_with_asker = False
     _one_at_a_time = threading.Lock()
 
-    def _execute_child(self, args: Any, *rest: Any) -> None:
-        cwd, environment = rest[4:6]  # executable, preexec_fn, close_fds, pass_fds, cwd, env
+    def _execute_child(self, args: Any, *further: Any) -> None:
+        cwd, environment = further[4:6]  # executable, preexec_fn, close_fds, pass_fds, cwd, env
         # ..., startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
-        pipes = rest[9:15]
+        pipes = further[9:15]
         request = {
             "command": list(map(str, args)),
             "environment": dict(os.environ if environment is None else environment),
@@ -161,7 +161,7 @@ class Warm(_Fork):
     @classmethod
     def _started(cls) -> socket.socket:
         if Warm._mother is None or Warm._mother[0]() is not None:
-            ours, theirs = socket.socketpair()
+            own_end, other_end = socket.socketpair()
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             environment.update(
                 {
@@ -172,18 +172,18 @@ class Warm(_Fork):
                 }
             )
             process = subprocess.Popen(
-                [sys.executable, "-u", __file__, "--serve", str(theirs.fileno())],
+                [sys.executable, "-u", __file__, "--serve", str(other_end.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-            theirs.close()
-            Warm._mother = process.poll, ours
+            other_end.close()
+            Warm._mother = process.poll, own_end
         return Warm._mother[1]
 
 
 class WithStarter(Warm):
-    """A `Warm` whose fork gets a starter of its own, so that it need not start one for its own `Warm`."""
+    """A `Warm` whose fork gets its own starter for its `Warm` processes."""
 
     gets_starter = True
 
@@ -375,17 +375,17 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
 
     Args:
         act: runs the launcher.
-        plans: the launcher starts no workers, but one process that asks the framework about a job.
+        plans: the launcher starts no workers, only a process that inspects a job with the framework.
     """
     multiprocessing.util.spawnv_passfds = _spawned  # type: ignore[assignment]
-    starter, ours = _forked_starter()
+    starter, connection = _forked_starter()
     if starter == 0:
-        return _serve(ours)
+        return _serve(connection)
 
     def launch() -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-        _Fork.starter = ours
+        _Fork.starter = connection
         subprocess_handler.Popen = _Fork  # type: ignore[misc]
         hook = sys.modules["wrapt"].register_post_import_hook
         hook(_let_spares_be_forks, "adaptor.launchers.spares.spare_pool")
@@ -405,8 +405,8 @@ def _spawned(path: bytes, args: list[str], passfds: Sequence[int]) -> int:
     """Start a process of multiprocessing's start method `spawn`, as `spawnv_passfds` does.
 
     The process is a fork of the worker, with the properties of a new interpreter: only the given descriptors,
-    and no signal handlers. Each rank that saves in the format torch_dist starts such a process and sends it
-    tensors, for which a new interpreter would import torch in two CPU seconds.
+    and no signal handlers. Each rank starts such a process for its torch_dist saves; a new interpreter would
+    need two CPU seconds for the import of torch.
     """
     if args[-1] != "--multiprocessing-fork":  # the semaphore tracker, which imports nothing
         return _spawn(path, args, passfds)
@@ -442,14 +442,14 @@ def _spawned(path: bytes, args: list[str], passfds: Sequence[int]) -> int:
 
 def _heir(act: Callable[[], None]) -> Callable[[], None]:
     """Fork a starter for `Warm` in this process. Returns in this process, and in each that it starts."""
-    starter, ours = _forked_starter()
+    starter, connection = _forked_starter()
     if starter == 0:
-        return _serve(ours)
+        return _serve(connection)
 
     def begin() -> None:
         _warns_as_an_interpreter()
         sys.path.insert(1, str(ROOT))
-        importlib.import_module("tests.faults.warm").inherit(starter, ours)
+        importlib.import_module("tests.faults.warm").inherit(starter, connection)
         act()
 
     return begin
@@ -469,11 +469,11 @@ def _forked_starter() -> tuple[int, socket.socket]:
     Returns:
         The starter's process id (0 in the starter), and the connection between both.
     """
-    ours, theirs = socket.socketpair()
+    parent_end, starter_end = socket.socketpair()
     starter = os.fork()
-    mine, other = (theirs, ours) if starter == 0 else (ours, theirs)
-    other.close()
-    return starter, mine
+    own_end, unused_end = (starter_end, parent_end) if starter == 0 else (parent_end, starter_end)
+    unused_end.close()
+    return starter, own_end
 
 
 def _imports_of_megatron_lm() -> None:
@@ -523,7 +523,7 @@ def main() -> Callable[[], None]:
 def _keep_the_operators() -> None:
     """Do not unregister torch's operators at the end of a fork.
 
-    To unregister them would take most of the time of a process that does nothing else.
+    Unregistering takes most of the time of a process that does nothing else.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False

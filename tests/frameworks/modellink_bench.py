@@ -144,7 +144,7 @@ class Bench:
         outcome.assert_same_training(ended, expected.records, steps=steps)
         extra = check.layout.extra
         interval = int(extra[extra.index("--log-interval") + 1]) if "--log-interval" in extra else 1
-        framework_log.assert_same(ended, expected, interval, after=begin)
+        framework_log.assert_same(ended, expected, interval, resumed_step=begin)
         for step in (*saved, ITERATIONS):
             name = f"iter_{step:07d}"
             found = differences(save / name, expected.checkpoints / name)

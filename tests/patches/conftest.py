@@ -1,4 +1,4 @@
-"""Each test runs its script in a process of its own: import order is what is tested."""
+"""Each test runs its script in a new process, because the order of imports matters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def negated(wrapped, instance, args, kwargs):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the fake framework and `units.py`, which patches it."""
+    """Make a folder with the fake framework and `units.py`, which patches it."""
     for name, text in FRAMEWORK.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -68,17 +68,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _environment(folder: Path, more: Mapping[str, str] | None) -> dict[str, str]:
+def _environment(folder: Path, variables: Mapping[str, str] | None) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TTP_", "ENABLE_"))}
     path = os.pathsep.join(filter(None, [str(folder), clean.get("PYTHONPATH")]))
-    return {**clean, "PYTHONPATH": path, **(more or {})}
+    return {**clean, "PYTHONPATH": path, **(variables or {})}
 
 
 @pytest.fixture
 def python(folder: Path) -> Run:
-    """Run Python in the folder, without the adaptor's variables but those given.
+    """Run Python in the folder, with only the given variables of the adaptor.
 
-    It is a fork of a process that has torch imported, and nothing of the adaptor.
+    The process is a fork of a process that has imported torch, but not the adaptor.
     """
 
     def run(*arguments: str, env: Mapping[str, str] | None = None, code: int | None = None) -> Completed:
@@ -93,10 +93,10 @@ def python(folder: Path) -> Run:
 
 @pytest.fixture
 def cold_python(folder: Path) -> Run:
-    """As `python`, in an interpreter of its own.
+    """Run Python as `python` does, in a new interpreter.
 
-    For what torch, where it is imported, or a hash seed would change, and for a script that ends by an error
-    of its own: a fork then takes all of torch apart.
+    For tests that depend on the import of torch or on the hash seed, and for scripts that end with an error:
+    a fork would then take all of torch apart.
     """
 
     def run(*arguments: str, env: Mapping[str, str] | None = None, code: int | None = None) -> Completed:

@@ -13,9 +13,9 @@ SIGNATURES = Path(__file__).with_name("signatures")
 
 
 def read(name: str) -> dict[str, str]:
-    """Of a framework: the signature of each target, "(a, b=, ...)" by "module:name"."""
-    found: dict[str, str] = json.loads((SIGNATURES / f"{name}.json").read_text())["found"]
-    return found
+    """Return a framework's signatures, "(a, b=, ...)" by "module:name"."""
+    signatures: dict[str, str] = json.loads((SIGNATURES / f"{name}.json").read_text())["found"]
+    return signatures
 
 
 def write(folder: Path, recorded: dict[str, str]) -> None:

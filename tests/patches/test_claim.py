@@ -65,7 +65,7 @@ assert fake.user.f(1) == 2, "half of a unit acts"
 
 
 def test_a_plug_in_may_use_wrappers_of_the_adaptor(holds: Callable[..., None]) -> None:
-    """Its units are its own, so the import of its framework claims the job."""
+    """The plug-in has its own units, so the import of its framework claims the job."""
     holds("""
 from adaptor import patches, patching
 patches.load("ttp")

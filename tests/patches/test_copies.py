@@ -1,4 +1,4 @@
-"""A wrapper is copied and pickled as the function is that it stands for."""
+"""A wrapper is copied and pickled like the wrapped function."""
 
 from __future__ import annotations
 

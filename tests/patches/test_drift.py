@@ -1,4 +1,4 @@
-"""A target that does not fit stops the import, and the rest of its unit does nothing."""
+"""A target that does not fit stops the import and disables the rest of its unit."""
 
 from __future__ import annotations
 

@@ -107,9 +107,9 @@ def test_outside_of_ttprun(cold_python: Run, script: str) -> None:
 
 
 def test_it_takes_no_settings() -> None:
-    """Under ttprun they would come too late: the adaptor is enabled before the script starts.
+    """Under ttprun settings would come too late: the adaptor is enabled before the script starts.
 
-    One comes in time: that the script needs no patches, but an interface.
+    The only argument is the interface for a script that needs no patches.
     """
     assert list(inspect.signature(adaptor.enable).parameters) == ["provide_mindio"]
 

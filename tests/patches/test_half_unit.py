@@ -43,9 +43,9 @@ assert {outcome.version for outcome in patching.outcomes()} == {None}
 """)
 
 
-@pytest.mark.parametrize("asked", ["check", "require_modules"])
+@pytest.mark.parametrize("action", ["check", "require_modules"])
 def test_a_module_that_the_framework_no_longer_has(
-    asked: str, folder: Path, holds: Callable[..., None]
+    action: str, folder: Path, holds: Callable[..., None]
 ) -> None:
     (folder / "fake/extra.py").unlink()
     holds(f"""
@@ -55,7 +55,7 @@ from adaptor.errors import DriftError
 patching.arm("ttp")
 import fake.core
 try:
-    patching.{asked}("ttp")
+    patching.{action}("ttp")
 except DriftError as error:
     assert "fake.extra:g (unit pair): expected (a, b), found no module fake.extra" in str(error), error
 else:
@@ -78,7 +78,7 @@ patching.check("ttp")
 """)
 
 
-def test_what_is_optional_may_be_missing(folder: Path, holds: Callable[..., None]) -> None:
+def test_optional_targets_may_be_missing(folder: Path, holds: Callable[..., None]) -> None:
     holds("""
 import units
 from adaptor import patching
@@ -96,9 +96,7 @@ assert status == ["applied", "applied", "missing", "not imported"]
 
 
 @pytest.mark.parametrize("came_with", ["fake.gone", "fake.extra"])
-def test_what_came_with_a_module_may_be_missing_without_it(
-    came_with: str, holds: Callable[..., None]
-) -> None:
+def test_targets_of_an_optional_module_may_be_missing(came_with: str, holds: Callable[..., None]) -> None:
     fits = came_with == "fake.gone"
     holds(f"""
 import units

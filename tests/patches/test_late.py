@@ -1,4 +1,4 @@
-"""Who holds the original already is named, and left alone."""
+"""A module that already holds the original function is named and left unchanged."""
 
 from __future__ import annotations
 

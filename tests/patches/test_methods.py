@@ -62,7 +62,7 @@ assert kept(1) == 1 and not seen
 
 
 def test_a_plain_function_does_as_any_wrapper(holds: Callable[..., None]) -> None:
-    """Whoever holds it, or wraps it, is reached by disarm; armed again it is there once."""
+    """disarm reaches every module that holds or wraps the function; arming again wraps it once."""
     holds(f"""{DECLARE}
 before = dict(vars(core.Base))
 @methods.patch_plainly("fake.core:Base.method", why="seen")

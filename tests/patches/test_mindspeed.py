@@ -1,4 +1,6 @@
-"""Beside a patch manager of MindSpeed's shape: ours survive what it replaces, wraps, and applies again."""
+"""With a patch manager like MindSpeed's: patches survive its replacements, wrappers and repeated
+applications.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ AGENT = {"TTP_AGENT": "somewhere"}
 
 
 @pytest.fixture
-def beside(folder: Path, holds: Callable[..., None]) -> Callable[[str], None]:
+def with_manager(folder: Path, holds: Callable[..., None]) -> Callable[[str], None]:
     """Runs a script beside the manager; `units` doubles `fake.core.f`, which is x + y."""
     _write(folder, MINDSPEED)
     return lambda script: holds(
@@ -145,8 +147,8 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_around_a_replacement(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_around_a_replacement(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 def product(x, y=1):
     return x * y
 features.apply(**{"fake.core.f": product})
@@ -172,8 +174,8 @@ assert fake.core.f(3, 5) == fake.user.f(3, 5) == 30
 """)
 
 
-def test_once_when_it_is_applied_again(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_once_when_it_is_applied_again(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 def product(x, y=1):
     return x * y
 for _ in range(3):
@@ -183,8 +185,8 @@ assert len(features.MindSpeedFeaturesManager.FEATURES_LIST) == 2
 """)
 
 
-def test_once_within_wrappers(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_once_within_wrappers(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 for _ in range(2):
     features.apply(**{"fake.core.f": features.add_100_wrapper})
 assert fake.core.f(3, 5) == fake.user.f(3, 5) == 216
@@ -192,8 +194,8 @@ assert fake.core.f(3, 5) == fake.user.f(3, 5) == 216
 
 
 @pytest.mark.parametrize(("function", "negated"), [("method", True), ("noting_wrapper", False)])
-def test_a_method(function: str, negated: bool, beside: Callable[[str], None]) -> None:
-    beside(f"""
+def test_a_method(function: str, negated: bool, with_manager: Callable[[str], None]) -> None:
+    with_manager(f"""
 from adaptor import patching
 unit = patching.Unit("unit", framework="fake", tested=">=1", version="fake.info:__version__")
 @unit.patch("fake.core:Base.method", why="-", accepts="(x)")
@@ -211,8 +213,8 @@ assert fake.core.Sub().method(x=1) == ("Sub", {-1 if negated else 1})
 """)
 
 
-def test_the_patches_of_online_recovery(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_the_patches_of_online_recovery(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 from adaptor import patching
 unit = patching.Unit(
     "unit", framework="fake", tested=">=1", version="fake.info:__version__", group="online"
@@ -231,8 +233,8 @@ assert fake.core.f(3, 5) == 30, fake.core.f(3, 5)
 """)
 
 
-def test_a_wrapper_that_does_not_call_what_it_wraps(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_a_wrapper_that_does_not_call_the_wrapped_function(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 def product_wrapper(function):
     return lambda x, y=1: x * y
 for _ in range(2):
@@ -241,9 +243,9 @@ assert fake.core.f(3, 5) == fake.user.f(3, 5) == 30
 """)
 
 
-def test_in_two_threads(beside: Callable[[str], None]) -> None:
-    """While the main thread is within a patched function, another one comes to what was there before."""
-    beside("""
+def test_in_two_threads(with_manager: Callable[[str], None]) -> None:
+    """While the main thread runs a patched function, another thread calls the original."""
+    with_manager("""
 import threading
 before = fake.core.f
 def asking_wrapper(function):
@@ -260,11 +262,11 @@ assert fake.core.f(3, 5) == 2 * (16 + 8)
 
 
 def test_a_replacement_that_is_patched_where_it_is_defined(
-    folder: Path, beside: Callable[[str], None]
+    folder: Path, with_manager: Callable[[str], None]
 ) -> None:
     """As the training loop of MindSpeed-LLM: called by its own name, too."""
     (folder / "loop.py").write_text("def f(x, y=1):\n    return x * y\n")
-    beside("""
+    with_manager("""
 from adaptor import patching
 unit = patching.Unit("unit", framework="fake", tested=">=1", version="fake.info:__version__")
 @unit.patch("loop:f", why="-", accepts="(x, y=)")
@@ -277,8 +279,8 @@ assert loop.f(3, 5) == fake.core.f(3, 5) == 45
 """)
 
 
-def test_a_replacement_that_does_not_fit(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_a_replacement_that_does_not_fit(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 from adaptor import patching
 from adaptor.errors import DriftError
 def other(a, b):
@@ -298,8 +300,8 @@ assert fake.extra.g(1, 2) == -1, "half of a unit acts"
 """)
 
 
-def test_disabled_it_is_the_replacement(beside: Callable[[str], None]) -> None:
-    beside("""
+def test_disabled_it_is_the_replacement(with_manager: Callable[[str], None]) -> None:
+    with_manager("""
 def product(x, y=1):
     return x * y
 features.apply(**{"fake.core.f": product})

@@ -38,21 +38,21 @@ def test_the_groups_are_the_frameworks(python: Run) -> None:
 
 def planned(python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
-    words = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environment())
+    command = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
+    completed = python("-m", "adaptor.launchers.cli.ttp", *command, env=environment())
     assert len(completed.stdout.splitlines()) == 1, completed.stdout + completed.stderr
     return completed.returncode, json.loads(completed.stdout)
 
 
 @pytest.mark.integration
 def test_nodes_and_racks(python: Run, tmp_path: Path) -> None:
-    """Of four nodes with one rank each the first and the third, the second and the fourth hold the same."""
+    """Of four nodes with a rank each, nodes 0 and 2 hold the same state, and so do nodes 1 and 3."""
     hosts = tmp_path / "hosts"
     hosts.write_text("n0 r0\nn1 r1 # near the door\n\nn2 r0\nn3 r1\n")
     size = ("--nnodes", "4", "--nproc-per-node", "1", "--hosts", str(hosts), "--bandwidth", "0.5")
-    code, found = planned(python, *size, save=tmp_path / "save")
-    plan = found["plan"]
-    assert (code, found["refusals"], plan["ranks"], plan["nodes"]) == (0, [], 4, 4)
+    code, report = planned(python, *size, save=tmp_path / "save")
+    plan = report["plan"]
+    assert (code, report["refusals"], plan["ranks"], plan["nodes"]) == (0, [], 4, 4)
     assert plan["save_seconds"] == plan["save"] / 5e8
     (chosen,) = (row for row in plan["replicas"] if row["chosen"])
     assert (chosen["kind"], chosen["survives"]) == ("split", "any 1 rank, any 1 node")
@@ -84,38 +84,41 @@ def test_bad_hosts(
     if content is not None:
         hosts.write_text(content)
     assert ttp.main(["plan", "--hosts", str(hosts), "--", "a.py", "x"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
+    (last_line,) = capsys.readouterr().err.splitlines()
+    assert line in last_line
 
 
 @pytest.mark.integration
 def test_experts_are_counted_once(python: Run, tmp_path: Path) -> None:
-    """Those of one rank, when two ranks share the work of four experts."""
+    """Two ranks share four experts: the plan counts the experts of one rank."""
     experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
-    _, whole = planned(python, "--nproc-per-node", "4", save=tmp_path, extra=experts)
+    _, unshared = planned(python, "--nproc-per-node", "4", save=tmp_path, extra=experts)
     half_of_them = (*experts, "--expert-model-parallel-size", "2")
     _, half = planned(python, "--nproc-per-node", "4", save=tmp_path, extra=half_of_them)
-    each = 2 * 64 * 4 * 64 * 2  # of one expert, in both layers
-    assert whole["plan"]["parameters"] - half["plan"]["parameters"] == pytest.approx(2 * each)
+    expert = 2 * 64 * 4 * 64 * 2  # of one expert, in both layers
+    assert unshared["plan"]["parameters"] - half["plan"]["parameters"] == pytest.approx(2 * expert)
     # In the format torch each set of experts has a file of its own, with the weights of all else.
-    dense = whole["plan"]["parameters"] - 4 * each
-    assert half["plan"]["save"] - whole["plan"]["save"] == pytest.approx(2 * dense)
+    dense = unshared["plan"]["parameters"] - 4 * expert
+    assert half["plan"]["save"] - unshared["plan"]["save"] == pytest.approx(2 * dense)
 
 
 @pytest.mark.integration
-def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> None:
-    """And each option that prevents it. Experts that no two ranks share are told without the model's size."""
+def test_the_recovery_of_a_fault(python: Run, tmp_path: Path) -> None:
+    """Also each option that prevents online recovery.
+
+    Unshared experts are reported without the model's size.
+    """
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     experts = ("--num-experts", "2", "--expert-model-parallel-size", "2", "--disable-bias-linear")
-    given = tiny_gpt(
+    options = tiny_gpt(
         save=tmp_path, extra=(*experts, "--dataloader-type", "external", "--iterations-to-skip", "4")
     )
-    place = given.index("--vocab-size")
-    del given[place : place + 2]
-    given[given.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
-    words = ("plan", "--nproc-per-node", "2", "--", script, *given)
+    place = options.index("--vocab-size")
+    del options[place : place + 2]
+    options[options.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
+    command = ("plan", "--nproc-per-node", "2", "--", script, *options)
     environ = environment(TTP_ONLINE="60")
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ, code=0)
+    completed = python("-m", "adaptor.launchers.cli.ttp", *command, env=environ, code=0)
     (line,) = (line for line in completed.stdout.splitlines() if line.startswith("recovery"))
     assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
     assert "; a data loader of the script's own (--dataloader-type external) " in line
@@ -123,14 +126,14 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     assert chosen.startswith("* none ")
     assert chosen.endswith("  exceptions; ranks that die cost up to 50 steps, from copies in host memory")
     assert "remedy" not in completed.stdout
-    without = python("-m", "adaptor.launchers.cli.ttp", *words, env={**environ, "TTP_HOST_COPY": "0"})
+    without = python("-m", "adaptor.launchers.cli.ttp", *command, env={**environ, "TTP_HOST_COPY": "0"})
     assert "  exceptions alone\n" in without.stdout
     assert (
         "\nremedy       TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 "
         in without.stdout
     )
-    words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
+    command = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
+    completed = python("-m", "adaptor.launchers.cli.ttp", *command, env=environ)
     assert (
         "\nrecovery     online: a fault costs new processes in place of the failed ranks alone\n"
         in completed.stdout
@@ -138,10 +141,10 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
-    """The same arguments and the same figures as the plan, compared with this machine."""
+def test_the_doctor_checks_the_needs_of_a_job(python: Run, tmp_path: Path) -> None:
+    """The arguments and figures of the plan, compared with this machine."""
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
-    words = (
+    command = (
         "doctor",
         "--json",
         "--nproc-per-node",
@@ -153,25 +156,25 @@ def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     )
     arguments = tiny_gpt(save=tmp_path / "save")
     env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    completed = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env, code=0)
-    found = {finding["name"]: finding for finding in json.loads(completed.stdout)["findings"]}
-    assert found["job"]["words"].startswith(
+    completed = python("-m", "adaptor.launchers.cli.ttp", *command, "--", script, *arguments, env=env, code=0)
+    findings = {finding["name"]: finding for finding in json.loads(completed.stdout)["findings"]}
+    assert findings["job"]["words"].startswith(
         "protected with 2 ranks: second copies of optimizer shards by split"
     )
     _, report = planned(python, "--nproc-per-node", "2", save=tmp_path / "save")
     (row,) = (row for row in report["plan"]["replicas"] if row["chosen"])
     need = report["plan"]["training"] + row["memory"]
-    assert f"{need / 1e6:.1f} MB with weights" in found["replica"]["words"]
-    assert f"{report['plan']['save'] / 1e6:.1f} MB of a save" in found["TTP_GRACE"]["words"]
+    assert f"{need / 1e6:.1f} MB with weights" in findings["replica"]["words"]
+    assert f"{report['plan']['save'] / 1e6:.1f} MB of a save" in findings["TTP_GRACE"]["words"]
     assert not (tmp_path / "save").exists()
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.integration
-def test_what_would_be_refused_is_said(python: Run) -> None:
-    code, found = planned(python, "--nproc-per-node", "2")
-    assert (code, found["fits"]) == (1, False)
-    assert found["refusals"][0].startswith("--save is missing")
+def test_refusals_are_reported(python: Run) -> None:
+    code, report = planned(python, "--nproc-per-node", "2")
+    assert (code, report["fits"]) == (1, False)
+    assert report["refusals"][0].startswith("--save is missing")
 
 
 @pytest.mark.parametrize(
@@ -196,14 +199,16 @@ def test_bad_usage(arguments: list[str], line: str, python: Run) -> None:
 @pytest.mark.integration
 def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
-    asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
+    options = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
     arguments = (script, *tiny_gpt(save=folder / "save"))
-    completed = python("-m", "adaptor.launchers.cli.ttprun", *asked, *arguments, env=environment())
+    completed = python("-m", "adaptor.launchers.cli.ttprun", *options, *arguments, env=environment())
     assert (completed.returncode, "agents of several machines speak TLS" in completed.stderr) == (2, True)
     trusted = environment(TTP_TLS="plain")
     (racks := folder / "racks").write_text("n0 a\nn1 b\n")
     hosts = ("--hosts", str(racks))
-    completed = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted, code=0)
+    completed = python(
+        "-m", "adaptor.launchers.cli.ttprun", *hosts, *options, *arguments, env=trusted, code=0
+    )
     assert completed.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
     (chosen,) = (line for line in completed.stdout.splitlines() if line.startswith("* split"))
     assert chosen.endswith("  any 1 rank, any 1 node")
@@ -225,7 +230,7 @@ def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
         ({"TTP_LOG_PAHT": "logs"}, "TTP_LOG_PAHT"),
     ],
 )
-def test_a_dry_run_refuses_what_a_start_refuses(
+def test_a_dry_run_and_a_start_refuse_the_same_settings(
     settings: dict[str, str], line: str, python: Run, folder: Path
 ) -> None:
     (script := folder / "script.py").touch()
@@ -247,12 +252,12 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     ],
 )
 def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: bool) -> None:
-    rest = [argument for argument in arguments if argument != "--dry-run"] if dry else arguments
-    assert flags.without(flags.DRY_RUN, arguments) == (rest, dry)
+    remaining = [argument for argument in arguments if argument != "--dry-run"] if dry else arguments
+    assert flags.without(flags.DRY_RUN, arguments) == (remaining, dry)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rest", "file"),
+    ("arguments", "remaining", "file"),
     [
         (["--hosts", "f", "--dry-run", "a.py"], ["--dry-run", "a.py"], "f"),
         (["--dry-run", "--hosts=f", "a.py", "-x"], ["--dry-run", "a.py", "-x"], "f"),
@@ -266,9 +271,9 @@ def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: boo
     ],
 )
 def test_hosts_are_ttpruns_only_before_the_script(
-    arguments: list[str], rest: list[str], file: str | None
+    arguments: list[str], remaining: list[str], file: str | None
 ) -> None:
-    assert flags.take_hosts(arguments) == (rest, file)
+    assert flags.take_hosts(arguments) == (remaining, file)
 
 
 @pytest.mark.parametrize(

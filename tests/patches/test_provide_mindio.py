@@ -22,7 +22,7 @@ def test_nobody_asked(cold_python: Run) -> None:
     [("provide_mindio=True", {}), ("", {"TTP_PROVIDE_MINDIO": "1"})],
     ids=["argument", "variable"],
 )
-def test_who_asks_gets_it_and_no_patches(
+def test_the_provided_interface_comes_without_patches(
     cold_holds: Callable[..., None], call: str, env: dict[str, str]
 ) -> None:
     cold_holds(
@@ -60,10 +60,10 @@ assert fake.core.f(1) == 2
     )
 
 
-@pytest.mark.parametrize("asked", ["provide_mindio=True", ""])
-def test_off_provides_nothing(cold_python: Run, asked: str) -> None:
+@pytest.mark.parametrize("arguments", ["provide_mindio=True", ""])
+def test_off_provides_nothing(cold_python: Run, arguments: str) -> None:
     env = {"ENABLE_TTP": "False", "TTP_PROVIDE_MINDIO": "1"}
-    completed = cold_python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
+    completed = cold_python("-c", f"import adaptor\nadaptor.enable({arguments})\nimport mindio_ttp", env=env)
     assert "No module named 'mindio_ttp'" in completed.stderr
 
 

@@ -29,7 +29,7 @@ def recipe(
     world: int = 4,
     entry: str = "pretrain_gpt.py",
 ) -> str:
-    given = ["--use-distributed-optimizer", "--bf16", *args]
+    options = ["--use-distributed-optimizer", "--bf16", *args]
     return json.dumps(
         {
             "name": "r",
@@ -38,7 +38,7 @@ def recipe(
             "entry": entry,
             "world": world,
             "per_node": 4,
-            "args": given,
+            "args": options,
         }
     )
 
@@ -47,7 +47,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "fragments"),
     [
         (recipe(), ["a second copy of everything, and online recovery"]),
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
@@ -69,28 +69,28 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe(framework="slime"), ["no loop, or one that nothing here patches"]),
     ],
 )
-def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_path: Path) -> None:
-    """With its reasons; options and values that the installed version does not know are judged as well."""
+def test_the_class_of_a_recipe(line: str, fragments: list[str], python: Run, tmp_path: Path) -> None:
+    """With the reasons; unknown options and values of the installed version are judged as well."""
     (recipes := tmp_path / "recipes.jsonl").write_text(f"{line}\n")
-    done = python(COMMAND, str(recipes), "--list", env=environment(TTP_ONLINE="60"), code=0)
-    listed = done.stdout.partition("\nOf 1 recipes")[0].splitlines()
-    assert len(listed) == len(words), listed
-    assert all(word in said for word, said in zip(words, listed, strict=True)), listed
+    completed = python(COMMAND, str(recipes), "--list", env=environment(TTP_ONLINE="60"), code=0)
+    listed = completed.stdout.partition("\nOf 1 recipes")[0].splitlines()
+    assert len(listed) == len(fragments), listed
+    assert all(word in listed_line for word, listed_line in zip(fragments, listed, strict=True)), listed
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published recipes are not beside this checkout")
 def test_published_recipes(python: Run) -> None:
     """No more of them than before are refused, or lack something."""
-    done = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"), code=0)
-    for words, (smallest, largest) in SHARES.items():
-        (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
-        assert smallest <= int(share) <= largest, done.stdout
-    assert "survive exceptions only" not in done.stdout
+    completed = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"), code=0)
+    for class_name, (smallest, largest) in SHARES.items():
+        (share,) = re.findall(rf"\| [^|]*{class_name}[^|]*\|[^|]*\| (\d+) % ", completed.stdout)
+        assert smallest <= int(share) <= largest, completed.stdout
+    assert "survive exceptions only" not in completed.stdout
 
 
 def test_a_list_that_cannot_be_read(python: Run, tmp_path: Path) -> None:
-    done = python(COMMAND, str(tmp_path / "absent"), env=environment(TTP_ONLINE="60"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].endswith(
+    completed = python(COMMAND, str(tmp_path / "absent"), env=environment(TTP_ONLINE="60"))
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr.splitlines()[-1].endswith(
         f"{tmp_path}/absent cannot be read: [Errno 2] No such file or directory: '{tmp_path}/absent'"
     )

@@ -140,7 +140,7 @@ def _megatron(*arguments: str) -> list[str]:
 @pytest.mark.robustness(
     "A5", "a report on a job that fits", "the replicas, what they take, and nothing written"
 )
-def test_what_would_be_protected(python: Run, tmp_path: Path) -> None:
+def test_the_report_of_a_protected_job(python: Run, tmp_path: Path) -> None:
     save = tmp_path / "save"
     code, report = _asked(python, "--world-size", "4", *_megatron(*tiny_gpt(save=save, tp=2)))
     assert (code, report["fits"], report["refusals"]) == (0, True, [])
@@ -172,11 +172,11 @@ def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
 @pytest.mark.robustness(
     "A5", "a report on a number that is none", "the parser's error in one line, exit code 1"
 )
-def test_what_the_parser_of_the_framework_says(python: Run, tmp_path: Path) -> None:
+def test_an_error_of_the_framework_parser(python: Run, tmp_path: Path) -> None:
     wrong = (*tiny_gpt(save=tmp_path / "save"), "--tensor-model-parallel-size", "banana")
     completed = python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
-    said = "argument --tensor-model-parallel-size: invalid int value: 'banana'"
-    line = f"the parser of the script's arguments: {said}"
+    message = "argument --tensor-model-parallel-size: invalid int value: 'banana'"
+    line = f"the parser of the script's arguments: {message}"
     assert completed.returncode == 1
     assert completed.stderr == f"python -m adaptor: {line}\n"
     assert completed.stdout.splitlines()[-1] == f"verdict: not known: {line}"
@@ -196,9 +196,9 @@ def test_what_the_parser_of_the_framework_says(python: Run, tmp_path: Path) -> N
 def test_modellinks_arguments(
     arguments: list[str], replica: str, refusals: list[str], python: Run, tmp_path: Path
 ) -> None:
-    size, more = (arguments, []) if "--world-size" in arguments else ([], arguments)
-    given = ["--use-distributed-optimizer", "--save", str(tmp_path / "save"), *more]
-    code, report = _asked(python, *size, "--", str(SMALL), *given)
+    size, script_options = (arguments, []) if "--world-size" in arguments else ([], arguments)
+    options = ["--use-distributed-optimizer", "--save", str(tmp_path / "save"), *script_options]
+    code, report = _asked(python, *size, "--", str(SMALL), *options)
     assert [line.partition(":")[0] for line in report["refusals"]] == refusals
     assert (code, report["replica"]) == (1 if refusals else 0, replica)
     if replica == "none":
@@ -227,7 +227,7 @@ OWN_LOOP = (
 def test_a_script_that_would_train_is_stopped(
     begins: str, runs: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Whether torch is imported by the script, or was before."""
+    """The script imports torch, or torch was imported before."""
     text = f"import adaptor\nadaptor.enable()\nimport torch\n{begins}\nopen('trained', 'w')\n"
     (folder / "own.py").write_text(text)
     run: Run = request.getfixturevalue(runs)
@@ -239,17 +239,21 @@ def test_a_script_that_would_train_is_stopped(
 
 def test_the_example_with_a_training_loop_of_its_own(python: Run, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples/megatron_core/pretrain.py"
-    given = ["--world-size", "4", "--", str(script), "--save", str(tmp_path / "save")]
+    options = ["--world-size", "4", "--", str(script), "--save", str(tmp_path / "save")]
     path = str(prepare.megatron_core())
-    completed = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    completed = python(
+        "-m", "adaptor", "report", "--json", *options, env={**environment(), "PYTHONPATH": path}
+    )
     report = json.loads(completed.stdout)
     assert (completed.returncode, report["fits"], report["refusals"]) == (0, True, []), completed.stderr
     assert report["verdict"] == OWN_LOOP
     assert (report["layout"], report["replica"]) == (None, "")
     unclaimed = tmp_path / "unclaimed.py"
     unclaimed.write_text(script.read_text().replace("adaptor.enable()", ""))
-    given[3] = str(unclaimed)
-    completed = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    options[3] = str(unclaimed)
+    completed = python(
+        "-m", "adaptor", "report", "--json", *options, env={**environment(), "PYTHONPATH": path}
+    )
     report = json.loads(completed.stdout)
     assert (completed.returncode, report["fits"], report["refusals"]) == (1, False, []), completed.stderr
     assert report["verdict"].startswith(
@@ -263,9 +267,9 @@ def test_the_example_with_a_training_loop_of_its_own(python: Run, tmp_path: Path
     "this script is not protected, and why; exit code 1",
 )
 def test_a_loop_of_its_own_with_megatrons_parser(python: Run, tmp_path: Path) -> None:
-    own = Path(__file__).parents[1] / "frameworks/own_loop.py"
+    script = Path(__file__).parents[1] / "frameworks/own_loop.py"
     command = [*_megatron(*tiny_gpt(save=tmp_path / "save"))]
-    code, report = _asked(python, "--world-size", "4", "--", str(own), *command[1:])
+    code, report = _asked(python, "--world-size", "4", "--", str(script), *command[1:])
     assert (code, report["fits"], report["refusals"]) == (1, False, [])
     assert report["verdict"].startswith(
         "this script is not protected: it uses the parser of Megatron-LM, but the code that calls the parser"
@@ -291,7 +295,7 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
     "A5", "a report on a script that ends by an error of its own", "not known, the error in one line"
 )
 @pytest.mark.parametrize(
-    ("begins", "words"),
+    ("begins", "cause"),
     [
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
         (
@@ -315,14 +319,14 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
 )
 @pytest.mark.parametrize("framework", [True, False], ids=["with the framework", "without"])
 def test_a_script_that_ends_by_an_error_of_its_own(
-    begins: str, words: str, framework: bool, folder: Path, python: Run
+    begins: str, cause: str, framework: bool, folder: Path, python: Run
 ) -> None:
     if not framework:
         (folder / "fake").rename(folder / "elsewhere")
     (folder / "own.py").write_text(f"import sys\n{begins or 'sys.exit()'}\n")
     completed = python("-c", REPORT, "--", "own.py", "--lr", "1", code=1)
-    assert completed.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
-    assert completed.stderr.startswith(f"python -m adaptor: the script ended with {words}")
+    assert completed.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {cause}")
+    assert completed.stderr.startswith(f"python -m adaptor: the script ended with {cause}")
 
 
 def test_a_script_that_trains_nothing(folder: Path, python: Run) -> None:

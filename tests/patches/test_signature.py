@@ -59,7 +59,7 @@ def test_fits(accepts: str, function: Callable[..., Any], fits: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["a, b", "(a, ..., b)", "(a-b)", "(a, b=1)"])
-def test_what_cannot_be_read(text: str) -> None:
+def test_an_expectation_that_cannot_be_parsed(text: str) -> None:
     with pytest.raises(ValueError, match=r"accepts|parameter name"):
         Expected.parse(text)
 

@@ -29,10 +29,12 @@ def _fits(patch: Patch, signature: str) -> bool:
     return any(accepted.matches(parameters) for accepted in patch.accepts)
 
 
-def _concerned(found: dict[str, str]) -> list[Unit]:
-    """The units that have something to patch there."""
+def _concerned(signatures: dict[str, str]) -> list[Unit]:
+    """Return the units with patches for this framework."""
     patches.load("ttp")
-    return [unit for unit in patching.units("ttp") if any(patch.target in found for patch in unit.patches)]
+    return [
+        unit for unit in patching.units("ttp") if any(patch.target in signatures for patch in unit.patches)
+    ]
 
 
 def test_there_are_records() -> None:
@@ -54,7 +56,7 @@ def test_every_patch_fits(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_every_patch_fits_what_the_framework_replaces(path: Path) -> None:
+def test_every_patch_fits_the_replacement_of_the_framework(path: Path) -> None:
     record = _recorded(path)
     by_target = {patch.target: patch for unit in _concerned(record["found"]) for patch in unit.patches}
     for target, signature in record["replaced"].items():

@@ -1,4 +1,4 @@
-"""What a target may be."""
+"""Valid and invalid targets of a patch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("target", "accepts", "found"),
+    ("target", "accepts", "reason"),
     [
         ("fake.user:f", "(x, y=)", "an import from fake.core (patch it there)"),
         ("fake.core:Base", "()", "a class (patch its __init__)"),
@@ -23,8 +23,8 @@ import pytest
         ("fake.core:builtin", "(mapping)", "(unknown)"),
     ],
 )
-def test_what_is_not_fit(
-    target: str, accepts: str, found: str, folder: Path, holds: Callable[..., None]
+def test_targets_that_do_not_fit(
+    target: str, accepts: str, reason: str, folder: Path, holds: Callable[..., None]
 ) -> None:
     with (folder / "fake/core.py").open("a") as core:
         core.write("\nNUMBER = 1\nBase.size = property(lambda self: 1)\nbuiltin = dict.update\n")
@@ -36,15 +36,15 @@ def nothing(wrapped, instance, args, kwargs): ...
 patching.arm("ttp", raises=False)
 import fake.core, fake.user
 assert patching.outcomes()[0].status.value == "drifted"
-assert patching.outcomes()[0].found == {found!r}, patching.outcomes()[0].found
+assert patching.outcomes()[0].found == {reason!r}, patching.outcomes()[0].found
 """)
 
 
 @pytest.mark.parametrize("is_patched_there", [False, True])
-def test_a_function_that_only_some_versions_have_of_their_own(
+def test_a_function_that_only_some_versions_define(
     is_patched_there: bool, holds: Callable[..., None]
 ) -> None:
-    """Where the module imports it, it is wrapped where it is defined, or not at all: never twice."""
+    """If the module imports the function, it is wrapped at its definition or not at all: never twice."""
     holds(f"""
 from adaptor import patching
 there = patching.Unit("there", framework="fake", tested=">=1", version="fake.info:__version__")

@@ -74,8 +74,14 @@ class Agent(Follower):
         self.verdict: Verdict | None = None
         self.settled = False
         self.left = False
-        before = world.before.machines.get(machine) if world.before is not None and place is None else None
-        tasks = before.folder_tasks if before is not None and before.folder_tasks.alive else None
+        previous_agent = (
+            world.before.machines.get(machine) if world.before is not None and place is None else None
+        )
+        tasks = (
+            previous_agent.folder_tasks
+            if previous_agent is not None and previous_agent.folder_tasks.alive
+            else None
+        )
         self.folder_tasks = SaveFolderTasks(world, node, machine, tasks)
         self.controlled = True
         self._met = False

@@ -99,10 +99,10 @@ class Condition:
     def wait(self) -> None:
         raise Parked
 
-    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        if not done() and not self.expired:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        if not condition() and not self.expired:
             raise Parked(timeout_s)
-        return done()
+        return condition()
 
 
 # What a simulated thread waits for: a number of seconds, or None: until something changes.
@@ -143,8 +143,8 @@ class Process:
 
     def go_on(self) -> None:
         self.stopped = False
-        held, self._held = self._held, []
-        for act, args in held:
+        waiting, self._held = self._held, []
+        for act, args in waiting:
             self.do(act, *args)
 
     def thread(self, body: Body[None]) -> None:
@@ -165,10 +165,10 @@ class Process:
     def through(self, act: Callable[[], T]) -> Body[T]:
         """Call `act` repeatedly until it does not wait any more, or its time is over."""
         deadline: float | None = None
-        again = False
+        repeated = False
         while True:
             self.condition.expired = deadline is not None and self.clock.now >= deadline
-            self.condition.again = again
+            self.condition.again = repeated
             try:
                 return act()
             except Parked as parked:
@@ -177,5 +177,5 @@ class Process:
                     self.later(parked.timeout_s, self.changed)
             finally:
                 self.condition.again = False
-            again = True
+            repeated = True
             yield None

@@ -73,7 +73,7 @@ class Follower(Process):
         return self.controller_host
 
     def at_the_gate(self, connection: Connection, message: FromAgent | Lost) -> None:
-        """Receive a message of another node's agent; it waits until this node is the controller's."""
+        """Receive a message of another node's agent; keep the message until this node has the controller."""
         if not self._my_turn:
             self._waiting.append((connection, message))
         elif self.controller_host is None:

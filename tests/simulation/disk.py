@@ -103,8 +103,8 @@ class Disk:
         temporary = naming.temporary_name(step, order.term, order.number, generation)
         yield from self.wait(node)
         self._may_fail()
-        for before in range(order.number - 1, order.written - 1, -1):
-            name = naming.temporary_name(step, order.term, before, generation)
+        for earlier_number in range(order.number - 1, order.written - 1, -1):
+            name = naming.temporary_name(step, order.term, earlier_number, generation)
             if name in self.folders:
                 self.folders[temporary] = self.folders.pop(name)
             yield from self.wait(node)

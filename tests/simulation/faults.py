@@ -320,8 +320,8 @@ class Faults:
         for agent in self._world.agents.values():
             if agent.living:
                 self._leave(self._world.workers[agent.ranks[0]])
-        for other in self._world.workers.values():
-            self._sigterm(other)
+        for signalled in self._world.workers.values():
+            self._sigterm(signalled)
 
     def _lose(self, agent: Agent, reason: str) -> None:
         # Its silence is known late; if the controller never knew the node, only the framework waits for it.
@@ -346,7 +346,7 @@ class Faults:
             self._world.clock.after(seconds, process.go_on)
 
     def _lose_loudly(self, agent: Agent) -> None:
-        """Kill `ttprun` and with it its workers."""
+        """Kill `ttprun` and its workers."""
         if not agent.alive:
             return
         self._tell(f"ttprun of node {agent.node} on machine {agent.machine} is killed")
@@ -383,15 +383,15 @@ class Faults:
         """Cut the connection between a machine and the controller's machine; others reach both."""
         self._part({worker.machine}, {self._world.newest.agent.machine} - {worker.machine})
 
-    def _part(self, side: set[int], others: set[int]) -> None:
-        if not side or not others:
+    def _part(self, side: set[int], rest_of_machines: set[int]) -> None:
+        if not side or not rest_of_machines:
             return
-        self._tell(f"nothing passes between machines {sorted(side)} and {sorted(others)}")
+        self._tell(f"nothing passes between machines {sorted(side)} and {sorted(rest_of_machines)}")
         self.unexplained = True
         for rank, worker in self._world.workers.items():
-            if worker.machine in side | others:
+            if worker.machine in side | rest_of_machines:
                 self._blame(rank, "cut")
-        self._world.network.part(side, others)
+        self._world.network.part(side, rest_of_machines)
         if self._draw.random() < 0.5:
             self._world.clock.after(self._draw.uniform(0.5, 10.0), self._world.network.heal)
 
@@ -409,10 +409,10 @@ class Faults:
             disk.names_s = draw.choice([0.005, 0.5])
             disk.slow_s = draw.choice([0.5, 0.8 * self._world.timeout_s / 2])
             return
-        now = self._world.clock.now
+        time_now = self._world.clock.now
         if kind == "stuck on one node":
             disk.hang(
-                now + draw.choice([0.0, 0.0, 3.0]) * draw.random(),
+                time_now + draw.choice([0.0, 0.0, 3.0]) * draw.random(),
                 {draw.choice(list(self._world.machines))},
                 float("inf"),
             )
@@ -424,4 +424,4 @@ class Faults:
         elif kind == "full":
             disk.full_for = {draw.choice(list(self._world.machines))}
         else:
-            disk.hang(now + draw.uniform(0.5, 4.0), set(self._world.all_machines), float("inf"))
+            disk.hang(time_now + draw.uniform(0.5, 4.0), set(self._world.all_machines), float("inf"))

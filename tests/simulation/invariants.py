@@ -82,8 +82,8 @@ class Invariants:
         assert worker.agent.place is None or worker.agent in self._let_in, (
             "a node takes part that was not let in"
         )
-        other = self._taking_part.setdefault((number, attempt, worker.rank), worker)
-        assert other is worker, "two processes of one rank take part"
+        first_worker = self._taking_part.setdefault((number, attempt, worker.rank), worker)
+        assert first_worker is worker, "two processes of one rank take part"
 
     def board(self, worker: Worker) -> None:
         if self._world.workers[worker.rank] is not worker:
@@ -159,9 +159,9 @@ class Invariants:
         assert is_on_disk or is_reported, "the step that all go on from is not on disk, and nobody says so"
         self.recoveries.add(order.incident)
 
-    def fault(self, rank: int, what: str) -> None:
+    def fault(self, rank: int, kind: str) -> None:
         self.latest_fault = self._world.clock.now
-        if what in ("death", "node"):
+        if kind in ("death", "node"):
             self._world.clock.after(NOTICED_S, self._noticed, rank, self._world.workers[rank])
 
     def _noticed(self, rank: int, lost: Worker) -> None:
@@ -198,9 +198,10 @@ class Invariants:
             if r not in faults.unsound and frozenset((controller_machine, machines[r])) not in parted
         ]
         able = {rank for rank in sound if machines[rank] not in faults.disk_hangs_on}
-        held = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
+        held_shards = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
         return all(
-            able.intersection(ranks) and all((group, index) in held for index in range(job.size(group)))
+            able.intersection(ranks)
+            and all((group, index) in held_shards for index in range(job.size(group)))
             for group, ranks in job.groups.items()
         )
 
@@ -372,13 +373,13 @@ class Watch:
             assert len(part.holders) == job.size(part.group), "a shard is missing from a dump"
             assert not self._dead.intersection(part.ranks), "a dead rank takes part"
             for index, holder in enumerate(part.holders):
-                held = {(s.group, s.index) for s in job.shares[holder]}
-                assert (part.group, index) in held, "a rank is asked for a shard that it has not"
+                held_shards = {(s.group, s.index) for s in job.shares[holder]}
+                assert (part.group, index) in held_shards, "a rank is asked for a shard that it has not"
                 assert self._frozen[holder].provides(order.step), "a rank is asked for a step that it has not"
 
     def after_decision(self) -> None:
         """Check the controller after each message."""
-        controller, now = self._controller_host.controller, self._world.clock.now
+        controller, time_now = self._controller_host.controller, self._world.clock.now
         verdict, incident = controller.verdict, controller.incident
         assert self._verdict is None or verdict is self._verdict, "two verdicts"
         if incident is not None and not self._world.faults.causes:
@@ -386,12 +387,12 @@ class Watch:
         if incident is not None and verdict is None:
             latest = max(incident.state.opened_at, self._moved_at) + self._world.timeout_s
             if self._attempt != incident.state.writing.attempt:
-                self._attempt, self._attempt_at = incident.state.writing.attempt, now
+                self._attempt, self._attempt_at = incident.state.writing.attempt, time_now
             if incident.regrouping.begun_at:  # after a save that ran out of time
                 latest = max(latest, self._attempt_at) + incident.regrouping.timeout_s
                 if incident.state.stage is Stage.FINDING:
                     latest += self._world.timeout_s / 20
-            assert now < latest + 1.0, "an incident that lasts too long"
+            assert time_now < latest + 1.0, "an incident that lasts too long"
         if verdict is not None and self._verdict is None:
             self._verdict = verdict
             self._judge(verdict)

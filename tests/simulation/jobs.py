@@ -63,13 +63,13 @@ class Job:
         return next(s.count for shares in self.shares for s in shares if s.group == group)
 
     def __str__(self) -> str:
-        made = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
-        held = [
+        steps = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
+        shards = [
             "+".join(f"{s.group}.{s.index}{'' if s.can_write else 'f'}" for s in shares)
             for shares in self.shares
         ]
         kind = f"{self.kind}{' with local copies' * self.has_local_copy}"
-        return f"{kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
+        return f"{kind}, ranks on nodes {self.nodes}, shards {shards}, from step {self.origin}: {steps}"
 
 
 def draw(random: Random) -> Job:

@@ -46,18 +46,20 @@ class Meetings:
         for worker in strays.values():
             worker.meetings = own_meetings
 
-    def arrive(self, worker: Worker, name: Any, *, waits: bool = True) -> None:
-        """Let a worker arrive; `waits`: it needs the others, else only they may need it."""
+    def arrive(self, worker: Worker, name: Any, *, needs_others: bool = True) -> None:
+        """Let a worker arrive; `needs_others`: the worker waits for the others, else only they may wait for
+        the worker.
+        """
         arrived, workers = self._arrived[name], self._workers
         arrived.add(worker.rank)
-        if waits:
+        if needs_others:
             self._waiting[name].add(worker.rank)
         for rank in sorted(self._waiting[name]):
-            other = workers[rank]
-            required = other.waits_for[name]
-            if required <= arrived and not any(self._world.apart(other, workers[r]) for r in required):
-                other.later(self._last_part(), other.met, name, True)
-        if waits and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
+            peer = workers[rank]
+            required = peer.waits_for[name]
+            if required <= arrived and not any(self._world.apart(peer, workers[r]) for r in required):
+                peer.later(self._last_part(), peer.met, name, True)
+        if needs_others and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
             self._may_break(worker, name)
 
     def comes_new(self, rank: int) -> None:
@@ -95,10 +97,10 @@ class Meetings:
     def _break_for(self, worker: Worker, *, collectives: bool = False) -> None:
         for name, ranks in list(self._waiting.items()):
             for rank in sorted(ranks):
-                other = self._workers[rank]
-                breaks = worker.rank in other.waits_for[name] and self._breaks(worker, name)
+                peer = self._workers[rank]
+                breaks = worker.rank in peer.waits_for[name] and self._breaks(worker, name)
                 if breaks and not (collectives and is_apart(name)):
-                    self._may_break(other, name)
+                    self._may_break(peer, name)
 
     def _breaks(self, worker: Worker, name: Any) -> bool:
         """Return whether the end of `worker` can break a meeting.
@@ -169,11 +171,11 @@ class Dumping:
                 gathered[index] = tensors[group.group, index]
         worker.session.board.advance(1)
         if group.writer != worker.rank:
-            worker.meetings.arrive(worker, shards, waits=False)
+            worker.meetings.arrive(worker, shards, needs_others=False)
             yield from worker.through(lambda: worker.meet(thanks, frozenset({group.writer, worker.rank})))
             return ()
         yield from worker.through(lambda: worker.meet(shards, everyone))
-        worker.meetings.arrive(worker, thanks, waits=False)
+        worker.meetings.arrive(worker, thanks, needs_others=False)
         return (yield from self._write(worker, order, group, record, gathered))
 
     def _check(self, worker: Worker, order: Dump) -> None:

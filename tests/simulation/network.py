@@ -139,9 +139,9 @@ class Network:
             return
         self.closed.add(machine)
         for connection in self._of(machine):
-            other = connection.to if machine == connection.machine else connection.machine
+            peer = connection.to if machine == connection.machine else connection.machine
             if machine not in self.cut:
-                self._end(connection.side(other), other, connection)
+                self._end(connection.side(peer), peer, connection)
             connection.side(machine).cut()
             self._connections.remove(connection)
 
@@ -152,12 +152,12 @@ class Network:
             connection.up.cut()
             self._connections.remove(connection)
 
-    def _end(self, link: Link, other: int, connection: Connection) -> None:
+    def _end(self, link: Link, peer: int, connection: Connection) -> None:
         if self.world.random.random() < 0.5:
             link.send(Lost())
         else:
             link.cut()
-            connection.notice(other, self.delay())
+            connection.notice(peer, self.delay())
 
     def apart(self, machine: int, peer: int) -> bool:
         """Return whether no packet passes between two machines."""
@@ -170,11 +170,11 @@ class Network:
         self.cut.add(machine)
         self._break()
 
-    def part(self, machines: set[int], others: set[int]) -> None:
-        """Let no packet pass between `machines` and `others` any longer; each side notices by itself."""
-        self._silent |= {frozenset((machine, peer)) for machine in machines for peer in others}
+    def part(self, machines: set[int], other_side: set[int]) -> None:
+        """Let no packet pass between `machines` and `other_side` any longer; each side notices by itself."""
+        self._silent |= {frozenset((machine, peer)) for machine in machines for peer in other_side}
         self.parted |= self._silent
-        self.mended = self.mended or machines | others != set(self.world.all_machines)
+        self.mended = self.mended or machines | other_side != set(self.world.all_machines)
         self._break()
 
     def heal(self) -> None:

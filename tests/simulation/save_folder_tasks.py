@@ -19,11 +19,11 @@ class SaveFolderTasks(Process):
         before: the tasks of the same agent in the previous generation.
     """
 
-    def __init__(self, world: World, node: int, machine: int, before: SaveFolderTasks | None) -> None:
+    def __init__(self, world: World, node: int, machine: int, previous: SaveFolderTasks | None) -> None:
         super().__init__(world.clock)
         self._machine = machine
         self.world = world
-        self.before = before
+        self.before = previous
         self._node = node
         self._running = 0
         self.progress = 0

@@ -128,7 +128,7 @@ class SpareGate:
 
     @property
     def serves(self) -> bool:
-        """Whether the agent lives and answers."""
+        """Return whether the agent lives and answers."""
         return self.machine not in self._world.network.closed and not self.agent.stopped
 
     def admit(self, spare: SpareNode) -> None:

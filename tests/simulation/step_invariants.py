@@ -45,18 +45,19 @@ class StepInvariants:
         """Check the barrier: a rank begins an update by itself only when all ranks have their gradients."""
         if self._world.job.has_local_copy:
             return
-        behind = [rank for rank, ahead in self._boards("ahead").items() if ahead < board.ahead]
+        late_ranks = [rank for rank, ahead in self._boards("ahead").items() if ahead < board.ahead]
         self._require(
-            not behind,
-            f"rank {worker.rank} begins the update of step {board.ahead} before ranks {behind} are READY",
+            not late_ranks,
+            f"rank {worker.rank} begins the update of step {board.ahead} before ranks {late_ranks} are READY",
         )
 
     def _all_have_finished_the_step_before(self, board: Board) -> None:
         """Check that survivors have a common step with local copies, where there is no barrier."""
-        before = self._world.job.tensors(board.ahead - 1)
-        behind = [rank for rank, finished in self._boards("finished").items() if finished < before]
+        previous = self._world.job.tensors(board.ahead - 1)
+        late_ranks = [rank for rank, finished in self._boards("finished").items() if finished < previous]
         self._require(
-            not behind, f"a rank is READY for step {board.ahead} before ranks {behind} have made {before}"
+            not late_ranks,
+            f"a rank is READY for step {board.ahead} before ranks {late_ranks} have made {previous}",
         )
 
     def _state_is_what_it_says(self, worker: Worker, board: Board) -> None:

@@ -1,6 +1,6 @@
-"""Runs two thousand jobs, each with faults of its own, and checks `invariants.py` in all of them.
+"""Runs two thousand jobs with drawn faults, and checks `invariants.py` in all of them.
 
-A failing seed is printed with its events. TTP_SEED=123 replays one seed, TTP_SEEDS=200000 runs more: try a
+A failing seed is printed with its events. TTP_SEED=123 replays one seed, TTP_SEEDS=200000 runs more: test a
 change of the controller, of an incident or of a worker's step with at least 10,000.
 """
 
@@ -56,18 +56,18 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
 
 
 def test_a_node_whose_workers_have_ended_stands_still() -> None:
-    """A real agent reports this, too: otherwise nobody would know of a rank that hangs on another node."""
+    """A real agent also reports this: otherwise a hanging rank on another node would stay unnoticed."""
     log: list[str] = []
     world = undisturbed(lambda world: len(world.agents) > 1, log)
     with world.by_its_clock():
         while not world.over():
             world.clock.step()
-        ended = world.clock.now
-        while world.clock.now < ended + world.hang_s + 1.0:
+        end_of_workers = world.clock.now
+        while world.clock.now < end_of_workers + world.hang_s + 1.0:
             world.clock.step()
     world.close()
-    still = re.compile(r"heard NodeStalled\(node=(\d), .*inside=-1, between=-1, ")
-    assert {int(match[1]) for match in map(still.search, log) if match} == set(world.agents)
+    stalled = re.compile(r"heard NodeStalled\(node=(\d), .*inside=-1, between=-1, ")
+    assert {int(match[1]) for match in map(stalled.search, log) if match} == set(world.agents)
 
 
 def test_a_seed_is_replayed() -> None:

@@ -32,9 +32,9 @@ def test_a_mirror_is_updated_with_the_gradients_of_its_step(monkeypatch: pytest.
     exchange = Trainee.exchange
 
     def late(trainee: Trainee) -> None:
-        before = trainee.gradients
+        gradients = trainee.gradients
         exchange(trainee)
-        trainee.gradients = before
+        trainee.gradients = gradients
 
     monkeypatch.setattr(Trainee, "exchange", late)
     _breaks("its shards are of")
@@ -43,9 +43,9 @@ def test_a_mirror_is_updated_with_the_gradients_of_its_step(monkeypatch: pytest.
 def test_survivors_have_a_step_in_common_by_what_all_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
     meet = Worker.meet
 
-    def meets(worker: Worker, name: Any, others: frozenset[int]) -> None:
+    def meets(worker: Worker, name: Any, peers: frozenset[int]) -> None:
         if name[0] not in ("reduce", "gather", "exchange", "barrier"):
-            meet(worker, name, others)
+            meet(worker, name, peers)
 
     monkeypatch.setattr(Worker, "meet", meets)
     _breaks(r"is READY for step \d+ before ranks")
@@ -58,7 +58,7 @@ def test_a_rank_that_is_cut_off_may_be_ready_when_another_was_replaced() -> None
 
     def replaces_another_first(worker: Worker) -> None:
         if worker.session.board.phase is Phase.READY and not replaced:
-            lost = next(each for each in world.workers.values() if each is not worker)
+            lost = next(candidate for candidate in world.workers.values() if candidate is not worker)
             world.end(lost, -9)
             replaced.append(world.replace(lost.agent, lost.rank, pid=1))
             replaced[0].start()

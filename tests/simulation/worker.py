@@ -298,25 +298,27 @@ class Worker(Process):
             self.raises = False
             raise ScriptError("it failed")
 
-    def meet(self, name: Any, others: frozenset[int]) -> None:
-        """Take part in a collective with `others`; the real code is parked until it is done or broken."""
+    def meet(self, name: Any, peers: frozenset[int]) -> None:
+        """Take part in a collective with `peers`; the real code is parked until the collective is complete or
+        broken.
+        """
         if self._shut_epoch == self.epoch and not meetings.is_apart(name):
             raise RuntimeError("connection shut")
         if name not in self._outcomes:
             if name not in self.waits_for:
-                self.waits_for[name] = others
+                self.waits_for[name] = peers
                 self.later(FRAMEWORK_S, self.met, name, False)
                 self.meetings.arrive(self, name)
             raise Parked
         if not self._outcomes[name]:
             raise RuntimeError(f"{name if isinstance(name, str) else name[0]}: connection closed by peer")
 
-    def met(self, name: Any, done: bool) -> None:
+    def met(self, name: Any, is_complete: bool) -> None:
         """Note the outcome of a collective; the first outcome counts."""
-        if done and name in self._hanging:
+        if is_complete and name in self._hanging:
             return
         if name not in self._outcomes and name in self.waits_for:
-            self._outcomes[name] = done
+            self._outcomes[name] = is_complete
             self.meetings.left(self, name)
             self.changed()
 
@@ -383,8 +385,8 @@ class Worker(Process):
         if order.stacks:
             yield self.world.random.uniform(0.0, 0.2)
         # The main thread: a dump that was given up waits on another thread.
-        waits = not all(map(meetings.is_apart, self.waits_for.keys() - self._outcomes.keys()))
-        standing = Standing(waits, "somewhere") if order.stacks else None
+        is_waiting = not all(map(meetings.is_apart, self.waits_for.keys() - self._outcomes.keys()))
+        standing = Standing(is_waiting, "somewhere") if order.stacks else None
         board = yield from self.through(lambda: self.session.freezer.freeze(self.world.timeout_s / 2))
         if board is not None:
             self.world.at_point(self, "frozen")
@@ -445,35 +447,37 @@ class Worker(Process):
         if replacement.twin == self.rank:
             name = _line(order, replacement.rank, "record")
             meetings.handed_over[name] = session.record_of(order.step)
-            meetings.arrive(self, name, waits=False)
+            meetings.arrive(self, name, needs_others=False)
         for source in replacement.sources:
             if source.source == self.rank:
                 name = _line(order, replacement.rank, source.group, source.index)
                 meetings.handed_over[name] = tensors[source.group, source.index]
-                meetings.arrive(self, name, waits=False)
+                meetings.arrive(self, name, needs_others=False)
 
     def _rejoin(self) -> Body[None]:
         """Take part in a recovery on the main thread, until all ranks go on."""
-        self._is_out_of_loop, done = True, None
+        self._is_out_of_loop, finished_order = True, None
         self.world.at_point(self, "unwound")
         while True:
-            while self._ready is done and not (done is not None and self.epoch == done.incident):
+            while self._ready is finished_order and not (
+                finished_order is not None and self.epoch == finished_order.incident
+            ):
                 yield None
-            if self._ready is done:
+            if self._ready is finished_order:
                 break
-            done = self._ready
-            assert done is not None
+            finished_order = self._ready
+            assert finished_order is not None
             try:
-                yield from self._join(done)
+                yield from self._join(finished_order)
             except Exception as error:
-                self._cannot(done, error, may_be_echo=True)
+                self._cannot(finished_order, error, may_be_echo=True)
         self._is_out_of_loop, self._ready, self.newcomer = False, None, False
         self.session.pace.abandon_step()
 
     def _join(self, order: Regroup) -> Body[None]:
         trainee, job, session = self.trainee, self.world.job, self.session
         if self.newcomer:
-            replacement = next(each for each in order.replaced if each.rank == self.rank)
+            replacement = next(candidate for candidate in order.replaced if candidate.rank == self.rank)
             record = yield from self._ask(order, replacement.twin, _line(order, self.rank, "record"))
             for source in replacement.sources:
                 line = _line(order, self.rank, source.group, source.index)
@@ -502,10 +506,10 @@ class Worker(Process):
         yield from self.through(lambda: self._unless_new(order, name, {giver}))
         return self.meetings.handed_over[name]
 
-    def _unless_new(self, order: Regroup, name: Any, others: set[int]) -> None:
+    def _unless_new(self, order: Regroup, name: Any, peers: set[int]) -> None:
         if self.cancelled(order):
             raise ReplacedError("a newer order has replaced this one")
-        self.meet(name, frozenset({*others, self.rank}))
+        self.meet(name, frozenset({*peers, self.rank}))
 
     def _cannot(self, order: Regroup, error: Exception, *, may_be_echo: bool = False) -> None:
         if not self.cancelled(order):

@@ -221,13 +221,17 @@ class World:
         The agent gets no place in three cases: it and the controller were cut off together and others have
         its place; its hello was on its way when the controller's node was cut off; others go on without it.
         """
-        before = self.agents[agent.node]
+        previous_agent = self.agents[agent.node]
         apart = self.agents[hub.home] is not hub.agent or hub.agent.machine in self.network.cut
-        if before is agent or apart or (agent.place is None and f"node {agent.node}" in self.excluded):
+        if (
+            previous_agent is agent
+            or apart
+            or (agent.place is None and f"node {agent.node}" in self.excluded)
+        ):
             return
         self.tell(f"-- machine {agent.machine} has the place of node {agent.node}")
         self.agents[agent.node] = agent
-        self.meetings.leave_behind(before.workers)
+        self.meetings.leave_behind(previous_agent.workers)
         self.came.append(agent)
         self.invariants.moves_in(agent)
         self.faults.on_spare(self.spares[agent.machine], "came")
@@ -341,9 +345,9 @@ class World:
         lost, members = agent.verdict.lost, agent.controller_host.controller.membership
         counts = StartCounts(0, self.number)
 
-        async def until(done: Callable[[], bool], limit_s: float) -> None:
+        async def until(condition: Callable[[], bool], limit_s: float) -> None:
             ends_at = self.clock.now + limit_s
-            while not done() and self.clock.now < ends_at and self.clock.step():
+            while not condition() and self.clock.now < ends_at and self.clock.step():
                 pass
 
         work = fill_for_restart(gate, members, lost, counts, until).__await__()  # type: ignore[arg-type]

@@ -69,12 +69,12 @@ class Member:
 
     def sums(self) -> list[float]:
         """Return what each group makes of a tensor of `rank + 1`."""
-        found = []
+        sums = []
         for group in self.members:
             tensor = torch.full((ELEMENTS,), float(self._rank + 1), device=GPU)
             dist.all_reduce(tensor, group=group)
-            found.append(float(tensor[-1].item()))
-        return found
+            sums.append(float(tensor[-1].item()))
+        return sums
 
 
 def peer(port: int, occasion: str) -> None:
@@ -94,28 +94,28 @@ def start_peer(port: int, occasion: str) -> subprocess.Popen[str]:
 
 def main() -> dict[str, Any]:
     (port,) = free_ports(1)
-    there = start_peer(port, "")
-    said: dict[str, Any] = {"rounds": []}
+    peer = start_peer(port, "")
+    figures: dict[str, Any] = {"rounds": []}
     try:
         member = Member(0, port, lone=False)
-        said["before"] = member.sums()
+        figures["before"] = member.sums()
         device = Cuda(GPU)
         for number in range(ROUNDS):
-            said["rounds"].append(one_round(member, device, there, str(number)))
-            there = said["rounds"][-1].pop("peer")
+            figures["rounds"].append(one_round(member, device, peer, str(number)))
+            peer = figures["rounds"][-1].pop("peer")
     finally:
-        there.kill()
-        there.wait()
+        peer.kill()
+        peer.wait()
     free, total = torch.cuda.mem_get_info(GPU)
-    said["memory used on the device, GiB"] = round((total - free) / 2**30, 2)
-    return said
+    figures["memory used on the device, GiB"] = round((total - free) / 2**30, 2)
+    return figures
 
 
-def one_round(member: Member, device: Cuda, there: subprocess.Popen[str], occasion: str) -> dict[str, Any]:
-    assert there.stdout is not None
-    assert there.stdout.readline().strip() == "joined"
-    there.kill()
-    there.wait()
+def one_round(member: Member, device: Cuda, peer: subprocess.Popen[str], occasion: str) -> dict[str, Any]:
+    assert peer.stdout is not None
+    assert peer.stdout.readline().strip() == "joined"
+    peer.kill()
+    peer.wait()
     times = {"hung": False, "abort": 0.0}
     came_back = threading.Event()
 
@@ -129,9 +129,9 @@ def one_round(member: Member, device: Cuda, there: subprocess.Popen[str], occasi
     thread.start()
     try:
         member.sums()  # it hangs in the first, and the others raise
-        said = "nothing"
+        raised = "nothing"
     except Exception as error:
-        said = type(error).__name__
+        raised = type(error).__name__
     came_back.set()
     thread.join()
     torch.cuda.synchronize()
@@ -142,7 +142,7 @@ def one_round(member: Member, device: Cuda, there: subprocess.Popen[str], occasi
     return {
         "peer": fresh,
         "hung": times["hung"],
-        "raised": said,
+        "raised": raised,
         "abort_s": round(float(times["abort"]), 3),
         "replaced_s": round(time.monotonic() - start, 2),
         "sums": sums,

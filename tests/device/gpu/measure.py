@@ -53,10 +53,10 @@ def _layout(layout: Layout, options: argparse.Namespace, *extra: str) -> Layout:
     return replace(layout, extra=(*layout.extra, *backend, *extra))
 
 
-def _milliseconds(ended: Ended) -> float:
+def _milliseconds(result: Ended) -> float:
     """Return the median step time of rank 0."""
-    times = [line["time"] for line in ended.records[0]][FIRST_TIMED:]
-    return 1000 * statistics.median(later - earlier for earlier, later in pairwise(times))
+    times = [line["time"] for line in result.records[0]][FIRST_TIMED:]
+    return 1000 * statistics.median(end_time - earlier for earlier, end_time in pairwise(times))
 
 
 def run_tests(options: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def measure_steps(options: argparse.Namespace, layout: Layout) -> dict[str, Any]
         "global-batch-size": layout.processes,
         "train-iters": STEPS,
     }
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     figures: dict[str, Any] = {}
     for replica in ("off", "split", "mirror"):
         folder = OUT / f"steps-{layout.processes}-{replica}"
@@ -99,13 +99,15 @@ def measure_steps(options: argparse.Namespace, layout: Layout) -> dict[str, Any]
             }
         job = Job(
             folder,
-            replace(_layout(layout, options, *words), replica="auto" if replica != "mirror" else "mirror"),
+            replace(
+                _layout(layout, options, *arguments), replica="auto" if replica != "mirror" else "mirror"
+            ),
             save=folder.with_suffix(".save") if replica != "off" else None,
             device=options.device,
             **kind,
         )
-        ended = harness.run(job)
-        milliseconds = _milliseconds(ended)
+        result = harness.run(job)
+        milliseconds = _milliseconds(result)
         figures[f"{replica}: ms per step"] = milliseconds
         if replica != "off":
             figures[f"{replica} ÷ off"] = milliseconds / figures["off: ms per step"]
@@ -153,9 +155,9 @@ def measure_recoveries(options: argparse.Namespace) -> dict[str, Any]:
 def _write(part: str, figures: dict[str, Any]) -> None:
     """Add the figures of a part to the file, in place of its earlier figures."""
     path = OUT / "figures.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    earlier_parts = json.loads(path.read_text()) if path.exists() else {}
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({**known, part: figures}, indent=1))
+    draft.write_text(json.dumps({**earlier_parts, part: figures}, indent=1))
     draft.replace(path)
 
 

@@ -1,5 +1,6 @@
-"""What `Cuda` does on a GPU, each in a process of its own, which a broken device does not outlive:
-`python -m tests.device.gpu.probes blocked|behind|failed|speed|adam`. Prints one line of JSON."""
+"""Checks of `Cuda` on a GPU, each in a process of its own, because a broken device outlives no process:
+`python -m tests.device.gpu.probes blocked|behind|failed|speed|adam`. Prints one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +32,21 @@ LIMIT_S = 300  # for a main thread that hangs: says where
 
 
 def in_a_thread(act: Any, limit_s: float = 60) -> Any:
-    """What `act` returns, in a thread as that of a dump; the process ends where it hangs."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
+    """Return the result of `act`, called in a thread like that of a dump; end the process if it hangs."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(act()), daemon=True)
     thread.start()
     thread.join(limit_s)
-    if not found:
+    if not results:
         print(json.dumps({"hangs": True}), flush=True)
         os._exit(3)
-    return found[0]
+    return results[0]
 
 
 def blocked() -> dict[str, Any]:
     device = Cuda(GPU)
-    wanted = torch.randn(1 << 28)
-    tensor = wanted.to(GPU)
+    expected = torch.randn(1 << 28)
+    tensor = expected.to(GPU)
     parts = {
         "half": tensor[:1000].bfloat16(),
         "column": tensor[:1000].view(10, 100)[:, 3],
@@ -54,43 +55,44 @@ def blocked() -> dict[str, Any]:
     copies = {name: part.cpu() for name, part in parts.items()}
     tensor[:1000].mul(2)  # a kernel is loaded when it is first used, and that waits for all streams
     device.catch_up()
-    before = device.mark()
+    mark_before = device.mark()
     break_device("blocked")
     for _ in range(BEHIND):
         tensor[:1000].mul(2)
-    after = device.mark()
+    mark_after = device.mark()
     start = time.monotonic()
     copy = in_a_thread(lambda: device.to_host(tensor))
     took = time.monotonic() - start
-    same = all(
+    is_same = all(
         torch.equal(in_a_thread(lambda part=part: device.to_host(part)), copies[name])
         for name, part in parts.items()
     )
     return {
-        "same": same and torch.equal(copy, wanted),
-        "gigabytes per second": round(wanted.nbytes / took / 1e9, 2),
+        "same": is_same and torch.equal(copy, expected),
+        "gigabytes per second": round(expected.nbytes / took / 1e9, 2),
         "unreadable": in_a_thread(device.unreadable),
-        "before": device.done(before),
-        "after": device.done(after),
-        "waited": device.wait(after, 0.2),
+        "before": device.done(mark_before),
+        "after": device.done(mark_after),
+        "waited": device.wait(mark_after, 0.2),
         "stream ended": torch.cuda.current_stream().query(),
     }
 
 
 def behind() -> dict[str, Any]:
-    """Whether a copy to the host waits for one that the main thread has queued behind a kernel that never
-    ends, as `loss.item()` behind a collective."""
+    """Check whether a copy to the host waits for a copy that the main thread has queued behind an endless
+    kernel, as `loss.item()` behind a collective.
+    """
     device = Cuda(GPU)
     tensor = torch.ones(1 << 24, device=GPU)
     place = torch.empty(1, pin_memory=True)
     device.catch_up()
     break_device("blocked")
     place.copy_(tensor[:1], non_blocking=True)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(device.to_host(tensor)), daemon=True)
+    copies: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: copies.append(device.to_host(tensor)), daemon=True)
     thread.start()
     thread.join(ARRIVES_S)
-    return {"arrives": bool(found)}
+    return {"arrives": bool(copies)}
 
 
 def failed() -> dict[str, Any]:
@@ -164,9 +166,10 @@ def speed() -> dict[str, Any]:
 
 
 def adam() -> dict[str, Any]:
-    """Of a million params, the share that differs after each of some updates by torch's AdamW on the host and
-    on the device: whether a replica in the host's memory could be bitwise."""
-    found: dict[str, Any] = {}
+    """Return the share of a million params that differ between AdamW on the host and on the device after some
+    updates; a bitwise replica in host memory needs 0.
+    """
+    shares_by_kind: dict[str, Any] = {}
     for name, kind in (
         ("loop", {"foreach": False}),
         ("foreach", {"foreach": True}),
@@ -175,7 +178,9 @@ def adam() -> dict[str, Any]:
         torch.manual_seed(7)
         host = torch.nn.Parameter(torch.randn(1 << 20))
         parameter = torch.nn.Parameter(host.detach().to(GPU))
-        updates = [torch.optim.AdamW([one], lr=1e-3, weight_decay=0.1, **kind) for one in (host, parameter)]
+        updates = [
+            torch.optim.AdamW([weights], lr=1e-3, weight_decay=0.1, **kind) for weights in (host, parameter)
+        ]
         shares = []
         for _ in range(UPDATES):
             host.grad = torch.randn(1 << 20)
@@ -183,8 +188,8 @@ def adam() -> dict[str, Any]:
             for update in updates:
                 update.step()
             shares.append(float((parameter.detach().cpu() != host.detach()).float().mean()))
-        found[name] = shares
-    return found
+        shares_by_kind[name] = shares
+    return shares_by_kind
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Several processes on one GPU: `shared.py [--nccl] [--at RANK STEP WHAT] script args...`.
 
-gloo does not know all collectives of tensors that lie on a GPU: they go by way of the host here. With
-`--nccl` collectives are NCCL's own: it refuses two processes of one host on a GPU, so each process says that
-it is a host by itself (NCCL_HOSTID), and they talk over sockets on the loopback interface. `--at` breaks the
-device of a rank as a step begins: `blocked` by a kernel that never ends, or `failed`, by an assertion in a
-kernel, after which every call is an error.
+gloo lacks some collectives of GPU tensors, so they go through the host. With `--nccl` collectives are NCCL's
+own: NCCL refuses two processes of one host on a GPU, so each process declares a host of its own
+(NCCL_HOSTID), and they use sockets on the loopback interface. `--at` breaks the device of a rank at the start
+of a step: `blocked` by an endless kernel, or `failed` by an assertion in a kernel, after which every call is
+an error.
 """
 
 from __future__ import annotations
@@ -53,26 +53,28 @@ def on_device(tensor: torch.Tensor) -> bool:
 
 
 def by_way_of_the_host(original: Any) -> Any:
-    """A collective of torch on copies of its tensors, which are brought back before it returns."""
+    """Return a collective of torch on host copies of its tensors; results are copied back before the
+    return.
+    """
 
     @functools.wraps(original)
     def act(*args: Any, **kwargs: Any) -> Any:
         values, tree = tree_flatten((args, kwargs))
-        there = [value for value in values if isinstance(value, torch.Tensor) and on_device(value)]
-        if not there:
+        on_gpu = [value for value in values if isinstance(value, torch.Tensor) and on_device(value)]
+        if not on_gpu:
             return original(*args, **kwargs)
-        copies = {id(tensor): tensor.detach().cpu().clone().contiguous() for tensor in there}
-        before = {key: copy.clone() for key, copy in copies.items()}
-        here = [copies.get(id(value), value) for value in values]
-        given, named = tree_unflatten(here, tree)
-        asked = named.pop("async_op", False)
-        original(*given, **named)
+        copies = {id(tensor): tensor.detach().cpu().clone().contiguous() for tensor in on_gpu}
+        copies_before = {key: copy.clone() for key, copy in copies.items()}
+        host_values = [copies.get(id(value), value) for value in values]
+        arguments, named = tree_unflatten(host_values, tree)
+        is_async = named.pop("async_op", False)
+        original(*arguments, **named)
         with torch.no_grad():
-            for tensor in there:  # what was only read may be part of what was written
+            for tensor in on_gpu:  # what was only read may be part of what was written
                 copy = copies[id(tensor)]
-                if not torch.equal(_bits(copy), _bits(before[id(tensor)])):
+                if not torch.equal(_bits(copy), _bits(copies_before[id(tensor)])):
                     tensor.copy_(copy)
-        return Done() if asked else None
+        return Done() if is_async else None
 
     return act
 
@@ -89,9 +91,9 @@ def one_after_the_other(*args: Any, **kwargs: Any) -> Iterator[Done]:
 
 def install() -> None:
     for name in COLLECTIVES:
-        made = by_way_of_the_host(getattr(distributed_c10d, name))
+        collective = by_way_of_the_host(getattr(distributed_c10d, name))
         for module in (distributed_c10d, dist):
-            setattr(module, name, made)
+            setattr(module, name, collective)
     for module in (distributed_c10d, dist):
         setattr(module, "_coalescing_manager", one_after_the_other)  # noqa: B010
     barrier = distributed_c10d.barrier
@@ -112,21 +114,21 @@ def one_gpu() -> None:
 
 
 def a_host_of_its_own(rank: int) -> None:
-    """Let NCCL take this process for the only one on its host; before torch makes a communicator."""
+    """Let NCCL see this process as alone on its host; before torch makes a communicator."""
     os.environ.update(
         NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket"
     )
 
 
-def break_device(what: str) -> None:
-    if what == "blocked":
+def break_device(fault: str) -> None:
+    if fault == "blocked":
         torch.cuda._sleep(NEVER)
         return
     table = torch.zeros(1, device="cuda")
     table[torch.tensor([1 << 20], device="cuda")]
 
 
-def break_at(rank: int, step: int, what: str) -> None:
+def break_at(rank: int, step: int, fault: str) -> None:
     """Break the device of `rank` as `step` begins, once in a job."""
     import wrapt
 
@@ -144,7 +146,7 @@ def break_at(rank: int, step: int, what: str) -> None:
         from megatron.training.global_vars import get_args
 
         if get_args().curr_iteration + 1 == step and is_first():
-            break_device(what)
+            break_device(fault)
         return wrapped(*args, **kwargs)
 
     def wrap(module: ModuleType) -> None:

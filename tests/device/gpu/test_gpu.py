@@ -42,16 +42,16 @@ def probe(name: str, **environment: str) -> dict[str, Any]:
         check=False,
     )
     assert completed.stdout, f"nothing was said, and the code was {completed.returncode}"
-    said: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
-    print(f"\n{name} {environment}: {said}")
-    return said
+    answer: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    print(f"\n{name} {environment}: {answer}")
+    return answer
 
 
 @pytest.mark.parametrize("connections", ["1", "8"])
 def test_state_is_copied_beside_a_kernel_that_never_ends(connections: str) -> None:
-    said = probe("blocked", CUDA_DEVICE_MAX_CONNECTIONS=connections)
-    assert said.pop("gigabytes per second") > 0
-    assert said == {
+    answer = probe("blocked", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    assert answer.pop("gigabytes per second") > 0
+    assert answer == {
         "same": True,
         "unreadable": "",
         "before": True,
@@ -62,11 +62,11 @@ def test_state_is_copied_beside_a_kernel_that_never_ends(connections: str) -> No
 
 
 def test_a_device_that_has_failed_says_so_at_once() -> None:
-    said = probe("failed")
-    assert said["raised"]
-    assert "CUDA error" in said["unreadable"]
-    assert said["copy"]
-    assert said["seconds"] < 1
+    answer = probe("failed")
+    assert answer["raised"]
+    assert "CUDA error" in answer["unreadable"]
+    assert answer["copy"]
+    assert answer["seconds"] < 1
 
 
 def test_a_dump_of_a_large_model_takes_about_as_long_as_torch_save() -> None:
@@ -84,10 +84,12 @@ def test_a_rank_is_replaced_under_nccl() -> None:
         timeout=300,
         check=False,
     )
-    said = json.loads(completed.stdout.splitlines()[-1])
-    print(f"\nexchange: {said}")
-    assert said["before"] == [3, 3, 1]
-    assert [(one["hung"], one["sums"]) for one in said["rounds"]] == [(True, [3, 3, 1])] * exchange.ROUNDS
+    answer = json.loads(completed.stdout.splitlines()[-1])
+    print(f"\nexchange: {answer}")
+    assert answer["before"] == [3, 3, 1]
+    assert [(round_["hung"], round_["sums"]) for round_ in answer["rounds"]] == [
+        (True, [3, 3, 1])
+    ] * exchange.ROUNDS
 
 
 # training: on one GPU for all processes over gloo and over NCCL, and on one each with NCCL
@@ -114,9 +116,9 @@ def on(layout: Layout, device: str) -> Layout:
     return replace(layout, extra=(*layout.extra, "--deterministic-mode", *backend))
 
 
-def job_of(layout: Layout, device: str, tmp_path: Path, **more: Any) -> Job:
-    made: dict[str, Any] = {"save": tmp_path / "save", "environment": DETERMINISTIC, **more}
-    return Job(tmp_path / "job", on(layout, device), device=device, **made)
+def job_of(layout: Layout, device: str, tmp_path: Path, **job_options: Any) -> Job:
+    all_options: dict[str, Any] = {"save": tmp_path / "save", "environment": DETERMINISTIC, **job_options}
+    return Job(tmp_path / "job", on(layout, device), device=device, **all_options)
 
 
 @pytest.mark.parametrize("phase", ["backward", "update"])
@@ -153,25 +155,26 @@ def test_the_step_before_comes_from_a_local_copy(
 
 
 @pytest.mark.parametrize("device", ["shared", "nccl"])
-@pytest.mark.parametrize("what", ["blocked", "failed"])
-def test_a_device_breaks(what: str, device: str, trained: dict[str, BaselineOf], tmp_path: Path) -> None:
-    """A rank whose device is blocked gives its state beside it, if the main thread has queued no copy behind
-    that, as it has over NCCL; one whose device has failed gives none. The other rank has the state."""
+@pytest.mark.parametrize("fault", ["blocked", "failed"])
+def test_a_device_breaks(fault: str, device: str, trained: dict[str, BaselineOf], tmp_path: Path) -> None:
+    """A blocked device still provides the state, unless the main thread has queued a copy behind the kernel,
+    as over NCCL; a failed device provides none. The other rank has the state.
+    """
     job = job_of(
         DP2_MIRROR,
         device,
         tmp_path,
-        device_fault=("1", "7", what),
+        device_fault=("1", "7", fault),
         options=["--ttp-hang", str(HANG_S)],
     )
     baseline = trained[device](on(DP2_MIRROR, device))
     # NCCL's watchdog ends a process whose device has failed, before its exception does.
-    is_ended = what == "failed" and device == "nccl"
-    ended, step = ends(job, baseline, code=134 if is_ended else 1, saved={6})
+    is_ended = fault == "failed" and device == "nccl"
+    result, step = ends(job, baseline, code=134 if is_ended else 1, saved={6})
     assert job.save is not None
     assert_last_words(job.save, step, baseline)
-    told = (tmp_path / "job" / "logs").rglob("*.json")
-    said = "".join(path.read_text() for path in told)
-    is_unreadable = what == "failed" or device == "nccl"
-    assert is_ended or ("unreadable" in said) == is_unreadable
-    print(f"\n{what}: {ended.last_line}")
+    reports = (tmp_path / "job" / "logs").rglob("*.json")
+    answer = "".join(path.read_text() for path in reports)
+    is_unreadable = fault == "failed" or device == "nccl"
+    assert is_ended or ("unreadable" in answer) == is_unreadable
+    print(f"\n{fault}: {result.last_line}")

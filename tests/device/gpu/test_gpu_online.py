@@ -1,6 +1,6 @@
-"""Online recovery on a real GPU, which all processes share, over gloo and over NCCL: skipped without one.
+"""Online recovery on a real GPU shared by all processes, over gloo and over NCCL; skipped without a GPU.
 
-`python -m pytest tests/device/gpu/test_gpu_online.py -s` prints what the jobs say of each recovery.
+`python -m pytest tests/device/gpu/test_gpu_online.py -s` prints the jobs' lines of each recovery.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Installs the hooks for the faults of this process when it is imported.
+"""Installs the hooks for the faults of this process at its import.
 
-A spare process imports the modules of the workers in their order, and runs the script only when it has a
-rank. Hooks that the script installed would therefore come too late: modules that had imported each other's
-functions by name would hold the unhooked ones. So the hooks are installed by an import, too. The faults stand
-behind `inject.py` in `sys.argv`, in a spare as in a worker.
+A spare process imports the modules of the workers in their order, and runs the script only when it gets a
+rank. Hooks installed by the script would therefore come too late: modules that import each other's functions
+by name would hold the originals. The faults stand behind `inject.py` in `sys.argv`, in spares as in workers.
 
-This file has a folder of its own on `sys.path`: Megatron-LM has a package `tests` as well, which a spare
-would import instead.
+The file has its own folder on `sys.path`: Megatron-LM also has a package `tests`, which a spare would import.
 """
 
 from __future__ import annotations
