@@ -51,7 +51,9 @@ def violations(page: Any) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     # The policy of the page lets no other script run, and this is no part of the page.
-    found = Axe().run(page, options={"runOnly": {"type": "tag", "values": RULES}}).response["violations"]
+    violations = Axe().run(page, options={"runOnly": {"type": "tag", "values": RULES}}).response["violations"]
     return [
-        f"{one['id']}: {node['target']} {node['failureSummary']}" for one in found for node in one["nodes"]
+        f"{violation['id']}: {node['target']} {node['failureSummary']}"
+        for violation in violations
+        for node in violation["nodes"]
     ]

@@ -25,16 +25,16 @@ class Authority:
 
     def settings(self, name: str = "node", days: int = 2) -> dict[str, str]:
         """The variables for a node with a certificate; negative `days`: it has expired."""
-        key, request, made = (self._folder / f"{name}.{end}" for end in ("key", "csr", "pem"))
+        key, request, certificate = (self._folder / f"{name}.{end}" for end in ("key", "csr", "pem"))
         _run(
             *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
             *("-keyout", key, "-subj", f"/CN={name}", "-out", request),
         )
         _run(
             *("x509", "-req", "-in", request, "-CA", self.path, "-CAkey", self._folder / "ca.key"),
-            *("-CAcreateserial", "-days", str(days), "-out", made),
+            *("-CAcreateserial", "-days", str(days), "-out", certificate),
         )
-        return {"TTP_TLS_CERT": str(made), "TTP_TLS_KEY": str(key), "TTP_TLS_CA": str(self.path)}
+        return {"TTP_TLS_CERT": str(certificate), "TTP_TLS_KEY": str(key), "TTP_TLS_CA": str(self.path)}
 
     def locked(self, key: str) -> str:
         """The file of `key`, but with a passphrase."""

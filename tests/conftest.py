@@ -60,7 +60,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for group in (plug_ins.DEVICES, plug_ins.ENGINES, plug_ins.FORMATS):
         for line in declared.partition(f'"{group}"]\n')[2].partition("\n\n")[0].splitlines():
             name, _, value = line.partition(" = ")
-            if (name, value.strip('"')) not in [(one.name, one.value) for one in plug_ins.declared(group)]:
+            if (name, value.strip('"')) not in [
+                (entry_point.name, entry_point.value) for entry_point in plug_ins.declared(group)
+            ]:
                 pytest.exit(
                     f"{name} of {group} is not installed: the installation is older than pyproject.toml; run"
                     f" {sys.executable} -m pip install --no-deps --no-build-isolation -e {ROOT}",

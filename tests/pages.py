@@ -1,4 +1,4 @@
-"""Pages in docs/ that commands write: each command has a section of its own, the rest is left as it is."""
+"""Pages in docs/ with sections that commands write; the other sections stay unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def write_section(page: Path, heading: str, text: str) -> None:
-    """Put `text` below the line `## heading`, in place of what is there; a new section goes to the end."""
+    """Write `text` below the line `## heading`, in place of the former section; a new section goes to the
+    end.
+    """
     old = page.read_text() if page.exists() else ""
     body = text.strip("\n")
     section = f"## {heading}\n\n{body}\n"
@@ -15,8 +17,8 @@ def write_section(page: Path, heading: str, text: str) -> None:
     if match is None:
         new = f"{old.rstrip()}\n\n{section}".lstrip()
     else:
-        rest = old[match.end() :]
-        new = old[: match.start()] + section + (f"\n{rest}" if rest else "")
+        text_after = old[match.end() :]
+        new = old[: match.start()] + section + (f"\n{text_after}" if text_after else "")
     page.write_text(new)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _FIRST = 10_000
 _TRIED = 100
-_given: set[int] = set()  # of those some may not be bound yet
+_returned: set[int] = set()  # of those some may not be bound yet
 
 
 def free_ports(count: int) -> list[int]:
@@ -18,13 +18,13 @@ def free_ports(count: int) -> list[int]:
 
     Each port is returned once, until hardly any is left, so that no other process binds it by chance.
     """
-    left = [port for port in _own() if port not in _given]
-    if len(left) < _TRIED:
-        _given.clear()
-        left = list(_own())
-    found = list(itertools.islice(filter(_free, random.sample(left, min(_TRIED, len(left)))), count))
-    _given.update(found)
-    return found
+    unused = [port for port in _own() if port not in _returned]
+    if len(unused) < _TRIED:
+        _returned.clear()
+        unused = list(_own())
+    free = list(itertools.islice(filter(_free, random.sample(unused, min(_TRIED, len(unused)))), count))
+    _returned.update(free)
+    return free
 
 
 def free_port() -> int:

@@ -1,10 +1,10 @@
-"""The table of attacks and odd machines; `--write benchmarks/results/robustness.md` writes it there.
+"""The table of attacks and odd machines; `--write benchmarks/results/robustness.md` writes it to that page.
 
-It runs every test that is marked `@pytest.mark.robustness(area, case, expected)` and makes a row of each
-case. The tests of one case, parametrized ones, too, share a row: it has passed when all of them have. `-k`
-runs a part; the other rows keep their results of earlier runs, which are in out/robustness.json. With
-`--junit FILE` nothing is run: the outcomes are those that `make test TESTS=--junitxml=FILE` has written.
-The exit code is that of pytest.
+Runs every test that is marked `@pytest.mark.robustness(area, case, expected)` and makes a row for each case.
+The tests of a case, parametrized tests included, share a row; the case has passed when all of them have
+passed. `-k` runs a part; the other rows keep the results of earlier runs from out/robustness.json. With
+`--junit FILE` no test is run: the outcomes are read from the file of `make test TESTS=--junitxml=FILE`. The
+exit code is that of pytest.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Result:
 
     Attributes:
         outcomes: by test, `passed`, `failed` or `skipped`.
-        why: the reason of a test that was skipped.
+        reason: the reason of a test that was skipped.
         seconds: that all of them took.
         day: on which they ran.
     """
 
     outcomes: dict[str, str] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
     seconds: float = 0.0
     day: str = ""
 
@@ -71,7 +71,7 @@ class Result:
         """Return the worst outcome; a row holds when every test of it does."""
         for worst in ("failed", "skipped", "passed"):
             if worst in self.outcomes.values():
-                return f"not run here: {self.why}" if worst == "skipped" else worst
+                return f"not run here: {self.reason}" if worst == "skipped" else worst
         return "not run"
 
 
@@ -93,33 +93,33 @@ class Collector:
                     self.cases.append(case)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        self._add(report.nodeid, report.outcome, report.duration, told if report.skipped else "")
+        skip_reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self._add(report.nodeid, report.outcome, report.duration, skip_reason if report.skipped else "")
 
     def read(self, junit: Path) -> None:
         """Take the outcomes of the tests that were collected from a file in JUnit's format."""
-        ended = {
+        test_cases = {
             (case.get("classname"), case.get("name")): case for case in xml.parse(junit).iter("testcase")
         }
         for test in self._cases_of:
             path, _, name = test.partition("::")
-            case = ended.get((path.removesuffix(".py").replace("/", "."), name))
+            case = test_cases.get((path.removesuffix(".py").replace("/", "."), name))
             if case is None:
                 continue
             skipped = case.find("skipped")
             failed = case.find("failure") is not None or case.find("error") is not None
             outcome = "failed" if failed else "passed" if skipped is None else "skipped"
-            why = "" if skipped is None else skipped.get("message", "")
-            self._add(test, outcome, float(case.get("time", "0")), why)
+            reason = "" if skipped is None else skipped.get("message", "")
+            self._add(test, outcome, float(case.get("time", "0")), reason)
 
-    def _add(self, test: str, outcome: str, seconds: float, why: str) -> None:
+    def _add(self, test: str, outcome: str, seconds: float, reason: str) -> None:
         for case in self._cases_of.get(test, ()):
             result = self.results.setdefault(case, Result(day=time.strftime("%Y-%m-%d")))
             result.seconds += seconds
-            before = result.outcomes.get(test, "passed")
-            result.outcomes[test] = outcome if before == "passed" else before
-            if why:
-                result.why = why.removeprefix("Skipped: ")
+            outcome_before = result.outcomes.get(test, "passed")
+            result.outcomes[test] = outcome if outcome_before == "passed" else outcome_before
+            if reason:
+                result.reason = reason.removeprefix("Skipped: ")
 
 
 def _case(test: str, mark: pytest.Mark) -> Case:
@@ -130,21 +130,21 @@ def _case(test: str, mark: pytest.Mark) -> Case:
     return mark.args[0], mark.args[1], mark.args[2]
 
 
-def page(cases: Iterable[Case], results: Mapping[Case, Result], command: str, where: str) -> str:
+def page(cases: Iterable[Case], results: Mapping[Case, Result], command: str, machine: str) -> str:
     """Return the page: a row for each case, in the order of their areas."""
     ordered = sorted(cases, key=lambda case: (case[0][0], int(case[0][1:])))
-    found = [results.get(case, Result()) for case in ordered]
+    results_in_order = [results.get(case, Result()) for case in ordered]
     rows = [
         [*map(_cell, (*case, result.words)), f"{result.seconds:.1f}" if result.outcomes else ""]
-        for case, result in zip(ordered, found, strict=True)
+        for case, result in zip(ordered, results_in_order, strict=True)
     ]
-    passed = sum(result.words == "passed" for result in found)
-    days = sorted({result.day for result in found if result.day}) or [time.strftime("%Y-%m-%d")]
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    passed = sum(result.words == "passed" for result in results_in_order)
+    days = sorted({result.day for result in results_in_order if result.day}) or [time.strftime("%Y-%m-%d")]
+    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     parts = [
         _WHAT,
         f"    {command}",
-        f"On {where}, {when}: {passed} of {len(found)} hold.",
+        f"On {machine}, {period}: {passed} of {len(results_in_order)} hold.",
         table(["area", "what happens", "what must hold", "result", "seconds"], rows),
     ]
     return "\n\n".join(parts) + "\n"
@@ -155,7 +155,7 @@ def _cell(text: str) -> str:
 
 
 def load(path: Path) -> dict[Case, Result]:
-    """Return what an earlier run has kept in `path`; nothing if there was none."""
+    """Return the results of an earlier run from `path`; empty without an earlier run."""
     if not path.exists():
         return {}
     return {tuple(line["case"]): Result(**line["result"]) for line in json.loads(path.read_text())}
@@ -182,27 +182,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept between runs")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="run nothing; outcomes of an earlier run")
     parser.add_argument("tests", nargs="*", help="files or folders of tests (default: all)")
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     collector = Collector()
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", MARKER]
-    options += ["-k", given.k] if given.k else []
-    options += ["--collect-only", "-q"] if given.junit else []
-    code = pytest.main([*options, *(given.tests or [str(ROOT / "tests")])], plugins=[collector])
-    if given.junit:
-        collector.read(given.junit)
+    options += ["-k", parsed.k] if parsed.k else []
+    options += ["--collect-only", "-q"] if parsed.junit else []
+    code = pytest.main([*options, *(parsed.tests or [str(ROOT / "tests")])], plugins=[collector])
+    if parsed.junit:
+        collector.read(parsed.junit)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
-    results = {**load(given.results), **collector.results}
-    keep(given.results, results)
-    text = page(collector.cases, results, _command(given), machine.line(machine.describe()))
+    results = {**load(parsed.results), **collector.results}
+    keep(parsed.results, results)
+    text = page(collector.cases, results, _command(parsed), machine.line(machine.describe()))
     print(text)
-    if given.write is not None:
-        given.write.write_text(text)
+    if parsed.write is not None:
+        parsed.write.write_text(text)
     return int(code)
 
 
-def _command(given: argparse.Namespace) -> str:
-    return "python -m tests.robustness" + (f" --write {given.write}" if given.write else "")
+def _command(options: argparse.Namespace) -> str:
+    return "python -m tests.robustness" + (f" --write {options.write}" if options.write else "")
 
 
 if __name__ == "__main__":

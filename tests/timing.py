@@ -31,8 +31,12 @@ def charge(seconds: float) -> None:
 
 def _spent() -> tuple[float, float]:
     """Return seconds and CPU seconds until now."""
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return time.monotonic(), sum((own.ru_utime, own.ru_stime, children.ru_utime, children.ru_stime, _charged))
+    own_usage, children = (
+        resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return time.monotonic(), sum(
+        (own_usage.ru_utime, own_usage.ru_stime, children.ru_utime, children.ru_stime, _charged)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,7 +50,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "teardown":
-        seconds, cpu = (now - then for now, then in zip(_spent(), item.stash[_BEGAN], strict=True))
+        seconds, cpu = (end - begin for end, begin in zip(_spent(), item.stash[_BEGAN], strict=True))
         report.user_properties.append(("spent", (seconds, cpu)))
     return report
 
@@ -87,7 +91,7 @@ class Timing:
         terminalreporter.section("slowest tests: seconds, CPU seconds")
         for name, (seconds, cpu) in slowest[:SHOWN]:
             terminalreporter.write_line(f"{seconds:7.1f} {cpu:7.1f}  {name}")
-        total = [sum(each[number] for each in self.spent.values()) for number in (0, 1)]
+        total = [sum(seconds[number] for seconds in self.spent.values()) for number in (0, 1)]
         counted = f"all {len(self.spent)} that ran, of {len(self.collected)} collected"
         terminalreporter.write_line(f"{total[0]:7.1f} {total[1]:7.1f}  {counted}")
         for name in self.silent:

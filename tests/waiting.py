@@ -38,7 +38,9 @@ def captured(
     return completed
 
 
-def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:
+def until(
+    condition: Callable[[], Any], description: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S
+) -> None:
     """Poll `done` until it is true; only for events that nobody reports (see above).
 
     The pause grows to a twentieth of the time waited so far: a long wait takes little CPU time from the
@@ -54,13 +56,15 @@ def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, withi
         AssertionError: the condition was not true in time.
     """
     began = time.monotonic()
-    while not done():
+    while not condition():
         waited = time.monotonic() - began
-        assert waited < within_s, f"not so after {within_s:g} s: {what}"
+        assert waited < within_s, f"not so after {within_s:g} s: {description}"
         time.sleep(max(pause_s, waited / 20))
 
 
-def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float = LONG_S) -> None:
+def written(
+    folder: Path, condition: Callable[[], Any], description: str, *, within_s: float = LONG_S
+) -> None:
     """Wait until `done()` is true; it is called after each change of `folder` and its subfolders.
 
     Args:
@@ -80,11 +84,11 @@ def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float
         ready.register(watch, select.POLLIN)
         while True:
             _add(watch, folder)  # before the question: nothing that happens after it is missed
-            if done():
+            if condition():
                 return
-            left = deadline - time.monotonic()
-            assert left > 0, f"not so after {within_s:g} s: {what}"
-            if ready.poll(left * 1000):
+            remaining_s = deadline - time.monotonic()
+            assert remaining_s > 0, f"not so after {within_s:g} s: {description}"
+            if ready.poll(remaining_s * 1000):
                 os.read(watch, 1 << 16)
     finally:
         os.close(watch)
@@ -116,8 +120,8 @@ def ended(pids: Iterable[int]) -> None:
         try:
             ready = select.poll()
             ready.register(process, select.POLLIN)
-            left = max(0.0, deadline - time.monotonic())
-            assert ready.poll(left * 1000), f"process {pid} runs after {LONG_S:g} s"
+            remaining_s = max(0.0, deadline - time.monotonic())
+            assert ready.poll(remaining_s * 1000), f"process {pid} runs after {LONG_S:g} s"
         finally:
             os.close(process)
 

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ still fit the code that they measure. What they measure is not tested."""
+"""The scripts in benchmarks/ fit the code that they measure. Their figures are not tested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _run(*command: str) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_says_what_it_takes(script: str) -> None:
+def test_the_help_of_a_script(script: str) -> None:
     assert "usage" in _run(f"benchmarks/{script}", "--help")
 
 
@@ -42,8 +42,10 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield modules[node.value.id], node.attr
     # What is wrapped: a module and a function of it, as texts beside each other.
     for node in ast.walk(tree):
-        words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
-        texts = [word.value if isinstance(word, ast.Constant) else None for word in words]
+        elements = (
+            node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        )
+        texts = [word.value if isinstance(word, ast.Constant) else None for word in elements]
         for module, name in itertools.pairwise(texts):
             if isinstance(module, str) and module.startswith("adaptor.") and isinstance(name, str):
                 yield module, name
@@ -51,13 +53,13 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _is_there(module: str, name: str) -> bool:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError:  # a class or an object of the module, whose attributes are its own
         return True
     try:
-        operator.attrgetter(name)(found)
+        operator.attrgetter(name)(imported)
     except AttributeError:
-        if not hasattr(found, "__path__"):
+        if not hasattr(imported, "__path__"):
             return False
     else:
         return True
@@ -65,8 +67,8 @@ def _is_there(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
-def test_what_it_takes_from_the_project_is_there(path: Path) -> None:
-    """A name that is used only at the end of a campaign is missed hours later."""
+def test_names_from_the_project_exist(path: Path) -> None:
+    """A name used only at the end of a campaign would be missed hours later."""
     missing = [names for names in _names(ast.parse(path.read_text())) if not _is_there(*names)]
     assert missing == []
 

@@ -20,13 +20,13 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import _blocks
 
-    before = os.sched_getaffinity(0)  # blocks pin their process
+    cpus_before = os.sched_getaffinity(0)  # blocks pin their process
     yield _blocks
-    os.sched_setaffinity(0, before)
+    os.sched_setaffinity(0, cpus_before)
 
 
 def lines_of(rank: int, blocks: ModuleType) -> list[dict[str, Any]]:
-    """What a rank writes down of a job whose steps take 10 more, and 1 more, where it is on."""
+    """Return the lines of a rank; its steps take 10 more, and 1 more, when the feature is on."""
     state = {"on": True, "clock": 0}
     began: list[int] = []
     lines: list[dict[str, Any]] = []
@@ -38,8 +38,8 @@ def lines_of(rank: int, blocks: ModuleType) -> list[dict[str, Any]]:
         took = (state["clock"] - began.pop()) / steps
         return {"wall": took + rank, "parts": {"all": 2 * took}}
 
-    made = blocks.Blocks(
-        lambda what, seconds, **more: lines.append({"what": what, "rank": rank, "time": 0.0, **more}),
+    measured_blocks = blocks.Blocks(
+        lambda event, seconds, **fields: lines.append({"what": event, "rank": rank, "time": 0.0, **fields}),
         block=3,
         pairs=4,
         seed=1,
@@ -49,7 +49,7 @@ def lines_of(rank: int, blocks: ModuleType) -> list[dict[str, Any]]:
         warm_up=5,
     )
     for _ in range(5 + 2 * 4 * 3 + 2):
-        made.step(step, None, (), {})
+        measured_blocks.step(step, None, (), {})
     return lines
 
 
@@ -61,8 +61,8 @@ def test_both_arms_of_each_pair_on_all_ranks(blocks: ModuleType) -> None:
     assert {"off", "on"} == set(arms[:2])
 
 
-def test_the_middle_of_what_is_measured_and_how_well_it_is_known(blocks: ModuleType) -> None:
-    """It is not moved by a few that are far away, and an interval of 95 % has the truth in it."""
+def test_the_median_and_its_interval(blocks: ModuleType) -> None:
+    """A few outliers do not move the median, and the 95 % interval contains the true value."""
     source = random.Random(1)
     hits = 0
     for _ in range(200):
@@ -76,15 +76,15 @@ def test_the_middle_of_what_is_measured_and_how_well_it_is_known(blocks: ModuleT
 def test_the_share_of_a_part_excludes_the_parts_in_it(blocks: ModuleType) -> None:
     import _parts
 
-    now = 0
+    time_now = 0
 
     def passes(amount: int) -> None:
-        nonlocal now
-        now += amount
+        nonlocal time_now
+        time_now += amount
 
     class Meters(_parts.Times):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
-            self.parts = {"wall": lambda: now}
+            self.parts = {"wall": lambda: time_now}
 
     shares = _parts.Shares(Meters())
 

@@ -1,4 +1,4 @@
-"""What the demo says of its killed runs: how each went on, how long it took, whether all is as promised."""
+"""The demo's findings about its killed runs: the way of recovery, the seconds, and the kept promises."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ def step(iteration: int, rank: int, time: float, restart: int = 0) -> Step:
     return Step(iteration, rank, restart, time, {"lm loss": (1.5).hex()}, None)
 
 
-def run(title: str, after: float = 3.0, restart: int = 0, kill: Kill | None = None) -> Run:
-    """Four steps, one each second; step 3 ends at `after`, one tenth later for each rank."""
-    steps = [step(one, rank, float(one)) for one in (1, 2) for rank in range(RANKS)]
-    late = [step(one, rank, after + one - 3 + rank / 10, restart) for one in (3, 4) for rank in range(RANKS)]
+def run(title: str, after_s: float = 3.0, restart: int = 0, kill: Kill | None = None) -> Run:
+    """Return four steps, a second apart; step 3 ends at `after_s`, a tenth later for each rank."""
+    steps = [step(number, rank, float(number)) for number in (1, 2) for rank in range(RANKS)]
+    late = [
+        step(number, rank, after_s + number - 3 + rank / 10, restart)
+        for number in (3, 4)
+        for rank in range(RANKS)
+    ]
     return Run(title, [], Path(title), 4, steps=steps + late, kill=kill)
 
 
 REFERENCE, CALM = run("reference"), run("calm")
-ONLINE = Survival(run("online", after=3.2, kill=KILL), RECOVERED)
-RESTART = Survival(run("restart", after=9.2, restart=1, kill=KILL), SAVED)
+ONLINE = Survival(run("online", after_s=3.2, kill=KILL), RECOVERED)
+RESTART = Survival(run("restart", after_s=9.2, restart=1, kill=KILL), SAVED)
 
 
-def test_each_way_is_told_with_the_seconds_until_all_ranks_have_finished_the_next_step() -> None:
-    found = examine(REFERENCE, CALM, ONLINE, RESTART)
-    assert found.kept
-    online, restart = found.sentences
+def test_each_way_has_the_seconds_until_all_ranks_have_finished_the_next_step() -> None:
+    findings = examine(REFERENCE, CALM, ONLINE, RESTART)
+    assert findings.kept
+    online, restart = findings.sentences
     assert online == (
         "Online recovery: rank 1 got a new process, the other 3 kept theirs; the next step, 3, was finished"
         " 1.0 s after the kill."
@@ -48,16 +52,16 @@ def test_each_way_is_told_with_the_seconds_until_all_ranks_have_finished_the_nex
         "how it went on",
         "from step 2 in a new process (no spare waited), 0 restarts",
         "step 2 saved, 1 restart",
-    ) in found.incidents
+    ) in findings.incidents
     took = "from the kill to the next step finished by all ranks"
-    assert (took, "1.0 s", "7.0 s") in found.incidents
+    assert (took, "1.0 s", "7.0 s") in findings.incidents
 
 
 def test_a_spare_process_is_named() -> None:
-    """The line of the incident has the process that took the place of the killed one."""
+    """The line of the incident names the process that took the place of the killed process."""
     kill = replace(KILL, spare=9)
     recovered = replace(RECOVERED, reason="rank 1 was ended by SIGKILL; replaced by pid 9, training goes on")
-    online = Survival(run("online", after=3.2, kill=kill), recovered)
+    online = Survival(run("online", after_s=3.2, kill=kill), recovered)
     (way,) = (
         row for row in examine(REFERENCE, CALM, online, RESTART).incidents if row[0] == "how it went on"
     )
@@ -88,12 +92,14 @@ def test_a_run_that_did_not_start_again_shows_no_restart() -> None:
 
 
 def test_another_loss_after_the_recovery_is_no_success() -> None:
-    other = [
+    shifted_steps = [
         replace(step, losses={"lm loss": (2.5).hex()}) if step.iteration == 4 else step
         for step in ONLINE.run.steps
     ]
-    found = examine(REFERENCE, CALM, Survival(replace(ONLINE.run, steps=other), RECOVERED), RESTART)
-    assert not found.kept
+    findings = examine(
+        REFERENCE, CALM, Survival(replace(ONLINE.run, steps=shifted_steps), RECOVERED), RESTART
+    )
+    assert not findings.kept
     assert ("losses equal, bit for bit: online", "NO: iteration 4, rank 0: lm loss") in [
-        (name, value[:32]) for name, value in found.rows
+        (name, value[:32]) for name, value in findings.rows
     ]

@@ -1,4 +1,4 @@
-"""The demo's claim stands on these: what it reads, and when it calls two runs equal."""
+"""The basis of the demo's claim: the records it reads, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_one_bit_of_a_loss_is_a_difference() -> None:
 
 
 def test_a_grad_norm_counts_too() -> None:
-    other = [replace(s, grad_norm=None) if s.iteration == 3 else s for s in REFERENCE]
+    changed = [replace(s, grad_norm=None) if s.iteration == 3 else s for s in REFERENCE]
     assert (
-        compare(REFERENCE, other).difference
+        compare(REFERENCE, changed).difference
         == "iteration 3, rank 0: grad norm 0x1.0000000000000p+1 became None"
     )
 

@@ -1,1 +1,1 @@
-"""The frameworks the tests train with, unmodified: where `prepare.py` puts them, and how they are run."""
+"""The unmodified frameworks of the tests: their preparation (`prepare.py`) and their commands."""

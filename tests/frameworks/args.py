@@ -1,7 +1,7 @@
 """The command, the arguments and the environment with which the tests train a tiny GPT.
 
 Eight iterations take 4.4 s of CPU time in each process, 3.6 s to import torch and the framework, and about
-1.1 s with `tests/faults/warm.py`: 20 s in a job of four processes, or 5 s. What would cost more is off:
+1.1 s with `tests/faults/warm.py`: 20 s in a job of four processes, or 5 s. Costly features are off:
 torch.compile (TORCHDYNAMO_DISABLE), more threads than cores, evaluation, worker processes of the data loader,
 tensorboard.
 """
@@ -53,12 +53,13 @@ def tiny_gpt(
     checkpoint_format: str | None = "torch",
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Arguments of `pretrain_gpt.py`: 2 layers, hidden 64, dropout 0.1, cosine decay over `train_iters`.
+    """Return arguments of `pretrain_gpt.py`: 2 layers, hidden 64, dropout 0.1, cosine decay over
+    `train_iters`.
 
     The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
-    run with another value: a run that resumes has the same, a shorter one says `--exit-interval` in `extra`.
-    `--train-samples` in `extra` takes the place of iterations, `--data-path` that of mock data.
-    Up to 0.8 there is no option for the format (`checkpoint_format=None`), which is torch.
+    run with another value: a resumed run has the same value, a shorter run has `--exit-interval` in `extra`.
+    `--train-samples` in `extra` takes the place of iterations, `--data-path` that of mock data. Up to 0.8
+    there is no option for the format (`checkpoint_format=None`), which is torch.
     """
     args = [*shlex.split(PLAIN), *shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
     if "--data-path" in extra:
@@ -90,12 +91,12 @@ def _make_flags() -> str:
 _QUICK = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def environment(*, of_a_user: bool = False, **more: str) -> dict[str, str]:
+def environment(*, of_a_user: bool = False, **variables: str) -> dict[str, str]:
     """Return the environment of a job.
 
     Args:
         of_a_user: with torch.compile, and with the number of threads that torchrun chooses.
-        more: variables that are added.
+        variables: further variables.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _QUICK}
     return {
@@ -107,7 +108,7 @@ def environment(*, of_a_user: bool = False, **more: str) -> dict[str, str]:
         **({} if of_a_user else _QUICK),
         # What a job does that is started again as a whole; tests of online recovery ask for it.
         "TTP_ONLINE": "0",
-        **more,
+        **variables,
     }
 
 

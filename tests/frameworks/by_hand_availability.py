@@ -1,10 +1,10 @@
 """Checks MindSpeed-LLM's high availability: `python -m tests.frameworks.by_hand_availability TREE --out OUT`.
 
-TREE is a checkout as for `by_hand`, of version 2.3 or later. Its replica optimizer and its handlers are used,
-and the `mindio_ttp` that they import is the adaptor's (TTP_PROVIDE_MINDIO). The script prints a row of
-docs/mindio.md for each check. The reference is the same job without faults, with a save of every step by the
-framework's own `save_checkpoint`. There is no dropout: the handlers save the random states at which the main
-thread is, and with dropout a resumed run would differ. The exit code is 1 if a check has failed.
+TREE is a checkout as for `by_hand`, of version 2.3 or later. The jobs use MindSpeed-LLM's replica optimizer
+and handlers, with the adaptor's `mindio_ttp` (TTP_PROVIDE_MINDIO). The script prints a row of docs/mindio.md
+for each check. The reference is the same job without faults, with a save of every step by the framework's own
+`save_checkpoint`. There is no dropout: the handlers save the random states of the main thread at the fault,
+and with dropout a resumed run would differ. The exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Check:
     arguments: tuple[str, ...] = ()
 
 
-def _breaks(layout: Layout, rank: int, step: int, phase: str, kind: str = "sigkill", **more: Any) -> Check:
+def _breaks(
+    layout: Layout, rank: int, step: int, phase: str, kind: str = "sigkill", **job_options: Any
+) -> Check:
     """Return a check that saves the step before the fault's, unless every rank has reached the update."""
     places = {
         "norm": "before the gradient norm of",
@@ -76,7 +78,7 @@ def _breaks(layout: Layout, rank: int, step: int, phase: str, kind: str = "sigki
         f"{action} rank {rank}, {places[phase]} step {step}",
         f"rank={rank},step={step},phase={phase},kind={kind}",
         step - (phase == "norm"),
-        **more,
+        **job_options,
     )
 
 
@@ -122,7 +124,7 @@ class Bench:
         print(f"| {self._name} | {versions} | {layout} | {check.fault} | {result} | {today} |", flush=True)
         return result != "**failed**"
 
-    def _job(self, out: Path, layout: Layout, **more: Any) -> Job:
+    def _job(self, out: Path, layout: Layout, **job_options: Any) -> Job:
         shutil.rmtree(out, ignore_errors=True)
         plain = ("--hidden-dropout", "0", "--attention-dropout", "0")
         return Job(
@@ -132,7 +134,7 @@ class Bench:
             options=("--ttp-provide-mindio", "1"),
             arguments=("--enable-high-availability", *plain),
             environment=ENVIRONMENT,
-            **more,
+            **job_options,
         )
 
     def _reference(self, layout: Layout) -> Path:
@@ -151,10 +153,10 @@ class Bench:
             return "trains to its end"
         save = self._out / name / "save"
         load = save if check.restarts else None
-        more = {"faults": [check.spec], "restarts": check.restarts, "save": save, "load": load}
-        ended = harness.run(self._job(self._out / name, check.layout, **more))
-        assert ended.code == (0 if check.restarts else check.code), ended.log[-3000:]
-        assert f"step {check.step} is saved, no finished step is lost" in ended.log, ended.log[-3000:]
+        job_options = {"faults": [check.spec], "restarts": check.restarts, "save": save, "load": load}
+        killed = harness.run(self._job(self._out / name, check.layout, **job_options))
+        assert killed.code == (0 if check.restarts else check.code), killed.log[-3000:]
+        assert f"step {check.step} is saved, no finished step is lost" in killed.log, killed.log[-3000:]
         outcome.assert_tidy(save)
         saved = [check.step, ITERATIONS] if check.restarts else [check.step]
         assert outcome.steps_in(save) == saved
@@ -163,7 +165,7 @@ class Bench:
         stale = _stale(differences(folder, reference / "save" / folder.name))
         result = f"step {check.step} saved by its handlers, bitwise its own save"
         result += f" but for {' and '.join(stale)}" if stale else ""
-        outcome.assert_same_training(ended, expected, steps=range(1, check.step))
+        outcome.assert_same_training(killed, expected, steps=range(1, check.step))
         if check.restarts:
             return f"{result}; started again from it by itself, to the end, bitwise"
         resumed = harness.run(self._job(self._out / f"{name}-resumed", check.layout, load=save))

@@ -4,8 +4,8 @@ r"""Compares examples/gpt2_from_scratch with transformers, by hand.
     PYTHONPATH=.cache/frameworks/megatron-core-cpython-311:PACKAGES \\
         python -W ignore -m pytest --noconftest -W ignore tests/frameworks/by_hand_gpt2.py
 
-The suite does without transformers: Megatron-LM imports them in each process if they are installed. With
-`TTP_RECORD_GPT2=1` the results are written to tests/unit/gpt2_reference.json, with which the suite compares.
+The suite does without transformers, which Megatron-LM would import in each process. With `TTP_RECORD_GPT2=1`
+the results are written to tests/unit/gpt2_reference.json as references of the suite.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from transformers import (
 from tests.unit.gpt2_model_checks import (
     CONTEXT,
     REFERENCE,
+    bpe,
     convert,
     drawn,
     generate,
     hf,
     imported,
-    ours,
+    imported_model,
     samples,
-    words,
 )
 
-__all__ = ["hf", "imported", "ours", "words"]
+__all__ = ["bpe", "hf", "imported", "imported_model"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,11 @@ def computed(theirs: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_what_the_suite_compares_with(theirs: Any, tmp_path: Path) -> None:
+def test_the_references_of_the_suite(theirs: Any, tmp_path: Path) -> None:
     results = computed(theirs, tmp_path)
     if "TTP_RECORD_GPT2" in os.environ:
         results["logits"] = [
-            [[round(each, 5) for each in place] for place in row] for row in results["logits"]
+            [[round(logit, 5) for logit in place] for place in row] for row in results["logits"]
         ]
         REFERENCE.write_text(json.dumps(results) + "\n")
     recorded = json.loads(REFERENCE.read_text())
@@ -85,10 +85,10 @@ def test_what_the_suite_compares_with(theirs: Any, tmp_path: Path) -> None:
     assert results["perplexity"] == pytest.approx(recorded["perplexity"], rel=1e-6)
 
 
-def test_all_logits(theirs: Any, ours: Any) -> None:
+def test_all_logits(theirs: Any, imported_model: Any) -> None:
     tokens = drawn(3, CONTEXT)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(imported_model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
 def test_their_own_save_is_imported_bitwise(theirs: Any, hf: Path, imported: Path, tmp_path: Path) -> None:
@@ -98,8 +98,10 @@ def test_their_own_save_is_imported_bitwise(theirs: Any, hf: Path, imported: Pat
         (tmp_path / "saved" / name).write_bytes((hf / name).read_bytes())
     convert.import_(tmp_path / "saved", tmp_path / "checkpoint")
     convert.export(tmp_path / "checkpoint", tmp_path / "out", hf)
-    again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
-    for (name, saved), (_, loaded) in zip(theirs.named_parameters(), again.named_parameters(), strict=True):
+    reloaded = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    for (name, saved), (_, loaded) in zip(
+        theirs.named_parameters(), reloaded.named_parameters(), strict=True
+    ):
         assert torch.equal(saved, loaded), name
 
 

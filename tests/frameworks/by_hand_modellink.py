@@ -88,8 +88,8 @@ RAMPUP = Layout(
 WHOLE = replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False)
 
 
-def recovers(layout: Layout, fault: str, *spec: str, **more: Any) -> Check:
-    return Check(layout, fault, " ".join(spec), restarts=1, online=True, **more)
+def recovers(layout: Layout, fault: str, *spec: str, **check_options: Any) -> Check:
+    return Check(layout, fault, " ".join(spec), restarts=1, online=True, **check_options)
 
 
 EXCEPTION = ("an exception of rank 1, backward of step 6", "rank=1,step=6,phase=backward,kind=exception")

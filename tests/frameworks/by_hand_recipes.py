@@ -1,16 +1,16 @@
 """Trains a published recipe with faults: `python -m tests.frameworks.by_hand_recipes TREE RECIPES NAME ...`.
 
 TREE is a checkout as for `by_hand_tuning` (MindSpeed-LLM) or `by_hand` (Megatron-LM); RECIPES is a list as
-for `benchmarks/recipes.py`; NAME is the name of a recipe in it, or its end. The recipe keeps its options;
-its sizes become small, and data, tokenizer and folders those of the tests. `--with` adds options, whose
-values replace earlier ones, `--without` leaves some out.
+for `benchmarks/recipes.py`; NAME is the name of a recipe in the list, or the end of the name. The recipe
+keeps its options, but gets small sizes and the data, tokenizer and folders of the tests. `--with` adds
+options, with precedence over earlier values, `--without` removes options.
 
 Reference: plain torchrun, which saves every step; tuning begins from a base of the same recipe. Then:
 
 - online: SIGKILL of the last rank before the gradient norm of step 4, an exception of rank 0 in the update of
   step 6; no restart;
 - restart: SIGKILL of the last rank before the norm of step 5, without online recovery;
-- last words: plain torchrun goes on from step 4, which that job has saved.
+- last words: plain torchrun resumes from step 4, the last words of that job.
 
 All losses and gradient norms, the last words and the last checkpoint are compared with the reference's, bit
 for bit. A row for benchmarks/results/by_hand.md is printed; the exit code is 1 if a part has failed.
@@ -64,10 +64,10 @@ LOSSY = ("--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng")
 COUNT = "/num_floating_point_operations_so_far: "
 
 
-def options_of(words: Sequence[str]) -> list[list[str]]:
+def options_of(arguments: Sequence[str]) -> list[list[str]]:
     """Return the options of a command, each with its values."""
     options: list[list[str]] = []
-    for word in words:
+    for word in arguments:
         if word.startswith("--") or not options:
             name, assigned, value = word.partition("=")
             options.append([name, value] if assigned else [name])
@@ -82,7 +82,7 @@ class Recipe(Tuning):
     Args:
         tree, packages, work, base: as of `Tuning`.
         recipe: its line in the list.
-        more: options that come behind it.
+        added: options behind those of the recipe.
         without: names of options that are left out.
     """
 
@@ -92,13 +92,13 @@ class Recipe(Tuning):
         packages: Path,
         work: Path,
         recipe: dict,
-        more: Sequence[str],
+        added: Sequence[str],
         without: Sequence[str],
     ) -> None:
-        given = options_of(recipe["args"])
-        names = {option[0] for option in given}
+        options = options_of(recipe["args"])
+        names = {option[0] for option in options}
         self._is_tuned = "--stage" in names
-        handler = next((option[1] for option in given if option[0] == "--handler-name"), None)
+        handler = next((option[1] for option in options if option[0] == "--handler-name"), None)
         prepared = ["--handler-name", handler] if handler else []
         prepared += ["--pack"] if names & {"--pack", "--neat-pack"} else []
         prepared += ["--neat-pack"] if "--neat-pack" in names else []
@@ -107,10 +107,10 @@ class Recipe(Tuning):
         self.environment = {**self.environment, "ASCEND_HOME_PATH": str(STANDINS)}
         left_out = {*OWN, *without}
         self._lossy = [name for name in LOSSY if name in names and name not in without]
-        kept = [option for option in given if option[0] not in left_out]
+        kept = [option for option in options if option[0] not in left_out]
         kept += [option for option in options_of(shlex.split(SIZES)) if option[0] in names]
         self._script = tree / Path(recipe["entry"]).name
-        self._given = [word for option in kept for word in option] + list(more)
+        self._given = [word for option in kept for word in option] + list(added)
 
     def with_base(self, base: Path) -> Recipe:
         """Return the recipe that begins from a model."""
@@ -119,17 +119,17 @@ class Recipe(Tuning):
 
     def __call__(self, job: Job) -> list[str]:
         data = self._data.with_name(f"{self._data.name}_text_document") if not self._is_tuned else self._data
-        words = [*self._given, "--data-path", str(data), "--num-workers", "0"]
-        words += ["--train-iters", str(ITERATIONS), "--log-interval", "1"]
-        words += ["--tokenizer-name-or-path", str(self._work / "tokenizer")]
+        arguments = [*self._given, "--data-path", str(data), "--num-workers", "0"]
+        arguments += ["--train-iters", str(ITERATIONS), "--log-interval", "1"]
+        arguments += ["--tokenizer-name-or-path", str(self._work / "tokenizer")]
         if job.save is not None:
-            words += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
+            arguments += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
         if job.load is not None:
-            words += ["--load", str(job.load)]
+            arguments += ["--load", str(job.load)]
         elif self._base is not None:
-            words += ["--load", str(self._base), "--finetune"]
+            arguments += ["--load", str(self._base), "--finetune"]
         lossy = self._lossy if job.load is None else ()
-        return [str(self._script), *words, *lossy, *job.arguments]
+        return [str(self._script), *arguments, *lossy, *job.arguments]
 
 
 class Bench:
@@ -150,8 +150,8 @@ class Bench:
             job = Job(
                 out, self._layout, "torchrun", save=out / "save", save_interval=interval, program=self._recipe
             )
-            ended = harness.run(job)
-            assert ended.code == 0, ended.log[-6000:]
+            result = harness.run(job)
+            assert result.code == 0, result.log[-6000:]
             (out / "done").touch()
         return out
 
@@ -168,56 +168,58 @@ class Bench:
             options=self._options,
             environment={"TTP_ONLINE": online},
         )
-        ended = harness.run(job)
-        assert ended.code == 0, ended.log[-6000:]
-        print(*(line for line in ended.said if "online recovery:" in line or "second cop" in line), sep="\n")
-        print(ended.last_line)
-        return ended
+        result = harness.run(job)
+        assert result.code == 0, result.log[-6000:]
+        print(*(line for line in result.said if "online recovery:" in line or "second cop" in line), sep="\n")
+        print(result.last_line)
+        return result
 
     def online(self, reference: Path) -> str:
         """Return the outcome of the job that is recovered online."""
         last = self._layout.processes - 1
         faults = (f"rank={last},step=4,phase=norm,kind=sigkill", "rank=0,step=6,phase=update,kind=exception")
-        ended = self._job("online", faults, "60")
-        assert "2 incidents (2 without a restart)" in ended.log, ended.log[-6000:]
-        lost = re.search(r"(\d+) steps? lost", ended.last_line)
+        result = self._job("online", faults, "60")
+        assert "2 incidents (2 without a restart)" in result.log, result.log[-6000:]
+        lost = re.search(r"(\d+) steps? lost", result.last_line)
         outcome.assert_same_training(
-            ended, record.read(reference / "record"), steps=set(range(1, ITERATIONS + 1)) - {3, 5, 6}
+            result, record.read(reference / "record"), steps=set(range(1, ITERATIONS + 1)) - {3, 5, 6}
         )
-        but = self._compare(ended, reference, ITERATIONS)
+        but = self._compare(result, reference, ITERATIONS)
         return f"bitwise{but}, {lost[0] if lost else 'no step lost'}"
 
     def restart(self, reference: Path) -> str:
         """Return the outcome of the job that is restarted."""
         last = self._layout.processes - 1
-        ended = self._job("restart", (f"rank={last},step=5,phase=norm,kind=sigkill",), "0")
-        outcome.assert_same_training(ended, record.read(reference / "record"))
-        again = {line["iteration"] for lines in ended.records.values() for line in lines if line["restart"]}
-        assert again == set(range(5, ITERATIONS + 1)), again
-        return f"bitwise{self._compare(ended, reference, 4)}"
+        result = self._job("restart", (f"rank={last},step=5,phase=norm,kind=sigkill",), "0")
+        outcome.assert_same_training(result, record.read(reference / "record"))
+        trained_after = {
+            line["iteration"] for lines in result.records.values() for line in lines if line["restart"]
+        }
+        assert trained_after == set(range(5, ITERATIONS + 1)), trained_after
+        return f"bitwise{self._compare(result, reference, 4)}"
 
     def last_words(self, reference: Path) -> str:
         """Return how plain torchrun goes on from the last words of the restarted job."""
-        words = self._out / "words"
-        shutil.rmtree(words, ignore_errors=True)
-        shutil.copytree(self._out / "restart/save/iter_0000004", words / "iter_0000004")
-        (words / "latest_checkpointed_iteration.txt").write_text("4")
+        last_words = self._out / "words"
+        shutil.rmtree(last_words, ignore_errors=True)
+        shutil.copytree(self._out / "restart/save/iter_0000004", last_words / "iter_0000004")
+        (last_words / "latest_checkpointed_iteration.txt").write_text("4")
         out = self._out / "resumed"
         shutil.rmtree(out, ignore_errors=True)
-        resumed = harness.run(Job(out, self._layout, "torchrun", load=words, program=self._recipe))
+        resumed = harness.run(Job(out, self._layout, "torchrun", load=last_words, program=self._recipe))
         assert resumed.code == 0, resumed.log[-6000:]
         steps = range(5, ITERATIONS + 1)
         outcome.assert_same_training(resumed, record.read(reference / "record"), steps=steps)
         return "bitwise"
 
     @staticmethod
-    def _compare(ended: Ended, reference: Path, step: int) -> str:
-        """Return in what alone the checkpoint of a step differs; it may be the count of operations."""
-        assert ended.job.save is not None
+    def _compare(result: Ended, reference: Path, step: int) -> str:
+        """Return the only difference of a checkpoint; it may be the count of operations."""
+        assert result.job.save is not None
         name = f"iter_{step:07d}"
-        found = differences(ended.job.save / name, reference / "save" / name)
-        counts = [line for line in found if COUNT in line]
-        assert found == counts, "\n".join(found[:20])
+        unequal = differences(result.job.save / name, reference / "save" / name)
+        counts = [line for line in unequal if COUNT in line]
+        assert unequal == counts, "\n".join(unequal[:20])
         return ", but for the count of operations" if counts else ""
 
 
@@ -257,9 +259,12 @@ def main() -> int:
     bench = Bench(program, Layout("recipe", parsed.ranks), out, shlex.split(parsed.ttprun))
     reference = bench.reference(tuned="--stage" in recipe["args"])
     parts = [part for part in ("online", "restart", "last_words") if part in (parsed.only or [part])]
-    found = [_outcome(getattr(bench, part), reference) for part in parts]
-    print(f"| `{recipe['name']}` | {parsed.ranks} ranks |", *(f"{each} |" for each in found))
-    return int("**failed**" in found)
+    unequal = [_outcome(getattr(bench, part), reference) for part in parts]
+    print(
+        f"| `{recipe['name']}` | {parsed.ranks} ranks |",
+        *(f"{outcome_of_part} |" for outcome_of_part in unequal),
+    )
+    return int("**failed**" in unequal)
 
 
 if __name__ == "__main__":

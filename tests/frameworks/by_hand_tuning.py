@@ -2,8 +2,8 @@
 
 TREE is a checkout of MindSpeed-LLM or ModelLink as for `by_hand`, or of Megatron-LM. DIR has transformers,
 peft and their dependencies (`pip install --target`), and for QLoRA bitsandbytes; the suite needs none of
-them. The checkout first trains a base model, from which each job begins, by `posttrain_gpt.py`, or by
-`pretrain_gpt.py` of ModelLink, or of Megatron-LM with `--sft`. The script prints a row for each check;
+these. The checkout first trains a base model for all jobs, by `posttrain_gpt.py`, or by `pretrain_gpt.py` of
+ModelLink, or of Megatron-LM with `--sft`. The script prints a row for each check;
 benchmarks/results/by_hand.md sums the rows up. The reference is a job under plain torchrun that has saved
 every step. The exit code is 1 if a check has failed.
 """
@@ -124,10 +124,10 @@ def _recovers(check: Check, job: Job, checkpoints: Path, expected: dict[int, lis
     outcome.assert_same_training(result, expected, steps=set(range(1, ITERATIONS + 1)) - {check.step})
     names = [f"iter_{step:07d}" for step in (check.step, ITERATIONS)]
     lines = [line for name in names for line in differences(job.save / name, checkpoints / name)]
-    place, what = check.but or ("", "")
+    place, exception = check.but or ("", "")
     assert [line for line in lines if not place or place not in line] == [], "\n".join(lines[:20])
     return f"trained on after step {check.step} without a restart, bitwise" + (
-        f", but for {what}" if what else ""
+        f", but for {exception}" if exception else ""
     )
 
 
@@ -280,40 +280,40 @@ class Bench:
 
     def _program(self, check: Check | None = None, base: Path | None = None) -> Program:
         """Return the program that tunes `base` as the check says; without both, that trains a base model."""
-        given = (self._tree, self._packages, self._out / "data", base)
+        places = (self._tree, self._packages, self._out / "data", base)
         if self._megatron:
-            return MegatronSft(*given)
-        return Tuning(*given) if check is None else Tuning(*given, check.options, check.prepared)
+            return MegatronSft(*places)
+        return Tuning(*places) if check is None else Tuning(*places, check.options, check.prepared)
 
-    def _judge(self, check: Check, ended: Ended, reference: Path, tuning: Program) -> str:
+    def _judge(self, check: Check, result: Ended, reference: Path, tuning: Program) -> str:
         expected = record.read(reference / "record")
         if check.step is None:
-            assert ended.code == 0, ended.log[-3000:]
-            outcome.assert_same_training(ended, expected)
+            assert result.code == 0, result.log[-3000:]
+            outcome.assert_same_training(result, expected)
             return "bitwise plain torchrun"
-        save = ended.job.save
+        save = result.job.save
         assert save is not None
-        assert ended.code == (0 if check.restarts else 137), ended.log[-3000:]
-        assert f"step {check.step} is saved, no finished step is lost" in ended.log, ended.log[-3000:]
+        assert result.code == (0 if check.restarts else 137), result.log[-3000:]
+        assert f"step {check.step} is saved, no finished step is lost" in result.log, result.log[-3000:]
         assert outcome.steps_in(save) == ([check.step, ITERATIONS] if check.restarts else [check.step])
         outcome.assert_saved(save, ITERATIONS if check.restarts else check.step)
         folder = save / f"iter_{check.step:07d}"
-        found = differences(folder, reference / "save" / folder.name)
-        place, what = check.but or ("", "")
-        assert [line for line in found if not place or place not in line] == [], "\n".join(found[:20])
-        but = f", but for {what}" if what else ""
+        unequal = differences(folder, reference / "save" / folder.name)
+        place, exception = check.but or ("", "")
+        assert [line for line in unequal if not place or place not in line] == [], "\n".join(unequal[:20])
+        but = f", but for {exception}" if exception else ""
         if check.restarts:
-            outcome.assert_same_training(ended, expected)
+            outcome.assert_same_training(result, expected)
             restarted = {
-                line["iteration"] for lines in ended.records.values() for line in lines if line["restart"]
+                line["iteration"] for lines in result.records.values() for line in lines if line["restart"]
             }
             assert restarted == set(range(check.step + 1, ITERATIONS + 1))
             return RESTARTED.format(check.step) + but
-        outcome.assert_same_training(ended, expected, steps=range(1, check.step))
+        outcome.assert_same_training(result, expected, steps=range(1, check.step))
         if not check.resumes:
             return SAVED.format(check.step).partition(";")[0] + but
         resumed = harness.run(
-            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=tuning)
+            Job(result.job.out / "resumed", result.job.layout, "torchrun", load=save, program=tuning)
         )
         assert resumed.code == 0, resumed.log[-3000:]
         outcome.assert_same_training(resumed, expected, steps=range(check.step + 1, ITERATIONS + 1))

@@ -47,10 +47,10 @@ def saves(step: int) -> Callable[[Job, Baseline], Ended]:
 
 def has_local_copy(step: int) -> Callable[[Job, Baseline], Ended]:
     def has_local_copy(job: Job, baseline: Baseline) -> Ended:
-        ended, _ = scenario.ends(job, baseline, code=137, saved={step})
-        assert f"step {step} is saved, step {step + 1} was not finished on every rank" in ended.last_line
+        result, _ = scenario.ends(job, baseline, code=137, saved={step})
+        assert f"step {step} is saved, step {step + 1} was not finished on every rank" in result.last_line
         scenario.goes_on(job, baseline, step)
-        return ended
+        return result
 
     return has_local_copy
 
@@ -76,7 +76,9 @@ def recovers(job: Job, baseline: Baseline) -> Ended:
 
 
 def copies(step: int) -> Callable[[Job, Baseline], Ended]:
-    """Assert that a job goes on from copies in host memory, and that their checkpoint is the framework's."""
+    """Assert that a job resumes from copies in host memory, and that their checkpoint equals the
+    framework's.
+    """
 
     def copies(job: Job, baseline: Baseline) -> Ended:
         assert job.save is not None

@@ -42,14 +42,14 @@ def refuses(*arguments: str) -> Check:
 
 
 def dies(layout: Layout, rank: int, phase: str, saved: int, nodes: int = 1) -> Check:
-    words = {
+    text_of_phase = {
         "norm": "before the gradient norm of",
         "door-after": "at the door of",
         "update": "in the update of",
     }
     return Check(
         layout,
-        f"SIGKILL of rank {rank}, {words[phase]} step 6",
+        f"SIGKILL of rank {rank}, {text_of_phase[phase]} step 6",
         survives(saved),
         SAVED.format(saved),
         f"rank={rank},step=6,phase={phase},kind=sigkill",
@@ -159,9 +159,9 @@ NOT_ONLINE = {
 _ROPE = ("--position-embedding-type", "rope", "--use-mcore-models")
 
 
-def _context(name: str, algorithm: str, **more: int) -> Layout:
+def _context(name: str, algorithm: str, **layout_options: int) -> Layout:
     extra = ("--context-parallel-size", "2", "--context-parallel-algo", algorithm, *_ROPE)
-    return Layout(name, extra=extra, **more)
+    return Layout(name, extra=extra, **layout_options)
 
 
 NO_GLOO = Layout("dp2-no-gloo-group", 2, extra=("--disable-gloo-group",))

@@ -84,7 +84,7 @@ def tiny_llama(
     return [*args, *extra]
 
 
-def environment(tree: Path, **more: str) -> dict[str, str]:
+def environment(tree: Path, **variables: str) -> dict[str, str]:
     """Return the framework's variables: paths of checkout and stand-ins, permission for old pickles.
 
     torch.jit.script is off: it cannot compile the stand-ins for torch's functions.
@@ -96,5 +96,5 @@ def environment(tree: Path, **more: str) -> dict[str, str]:
         "PYTORCH_JIT": "0",
         # What pads a buffer is memory that the framework has not written to: let it find zeros there.
         "MALLOC_PERTURB_": "255",
-        **more,
+        **variables,
     }

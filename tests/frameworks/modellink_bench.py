@@ -2,7 +2,7 @@
 
 The framework's own resume loses the low bits of the main params. Therefore a run resumed from last words is
 compared with a run resumed from the framework's own checkpoint of that step. With `split` the gradients are
-summed in another order than without; there the reference is an undisturbed job with the adaptor.
+summed in another order than without; the reference is then an undisturbed job with the adaptor.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Check:
         step: the step that must be saved; None: there is no fault, or nothing is saved.
         load: the step of a checkpoint of plain torchrun from which the job begins.
         last: the last line of a job that saves nothing.
-        online: whether TTP_ONLINE is on. Without `step` the job must recover without a restart; with `step`
-            it must say at its start that it cannot recover online.
+        online: whether TTP_ONLINE is on. Without `step` the job must recover without a restart; with
+            `step` it must report at its start that online recovery is impossible.
         spares: with `online`: the number of spare processes.
         saves: with `online`: value of `--save-interval`.
     """
@@ -82,10 +82,10 @@ class Bench:
         today = datetime.date.today().isoformat()
         cut = layout.name if layout.precision in layout.name else f"{layout.name}, {layout.precision}"
         cut += f", {check.nodes} nodes" if check.nodes > 1 else ""
-        begun = "" if check.load is None else f"begun from plain torchrun's step {check.load}; "
-        how = f"{replica}, {' '.join(check.options)}" if check.options else replica
+        start = "" if check.load is None else f"begun from plain torchrun's step {check.load}; "
+        way = f"{replica}, {' '.join(check.options)}" if check.options else replica
         print(
-            f"| {self._name} | {versions} | {cut} | {how} | {begun}{check.fault} | {result} | {today} |",
+            f"| {self._name} | {versions} | {cut} | {way} | {start}{check.fault} | {result} | {today} |",
             flush=True,
         )
         return result != "**failed**"
@@ -125,30 +125,32 @@ class Bench:
         judged = self._judge(check, result, self._reference(layout, "split" in replica, check.load))
         return replica, f"{SAID if check.online else ''}{judged}"
 
-    def _goes_on(self, check: Check, ended: Ended, reference: Path) -> str:
-        """It has trained on without a restart: records, log and checkpoints are those of the reference."""
-        save = ended.job.save
+    def _goes_on(self, check: Check, result: Ended, reference: Path) -> str:
+        """Assert that the job trained on without a restart: records, log and checkpoints equal the
+        reference's.
+        """
+        save = result.job.save
         assert save is not None
-        assert set(ended.codes) == {0}, ended.log[-3000:]
-        count, begin = len(ended.job.faults), check.load or 0
+        assert set(result.codes) == {0}, result.log[-3000:]
+        count, begin = len(result.job.faults), check.load or 0
         several = "" if count == 1 else "s"
-        said = f"{count} incident{several} ({count} without a restart), 0 steps lost"
-        assert ended.log.count(said) >= 1, ended.log[-3000:]
-        for stamp in ended.stamps:
+        summary = f"{count} incident{several} ({count} without a restart), 0 steps lost"
+        assert result.log.count(summary) >= 1, result.log[-3000:]
+        for stamp in result.stamps:
             if stamp["spare"]:
-                assert f"replaced by pid {stamp['spare']}, " in ended.log
+                assert f"replaced by pid {stamp['spare']}, " in result.log
         expected = Baseline(record.read(reference / "record"), reference / "save")
-        saved = {int(step) for step in re.findall(r"training goes on after step (\d+)", ended.log)}
+        saved = {int(step) for step in re.findall(r"training goes on after step (\d+)", result.log)}
         # A rank that was killed when all had finished the step has not recorded it.
         steps = set(range(begin + 1, ITERATIONS + 1)) - saved
-        outcome.assert_same_training(ended, expected.records, steps=steps)
+        outcome.assert_same_training(result, expected.records, steps=steps)
         extra = check.layout.extra
         interval = int(extra[extra.index("--log-interval") + 1]) if "--log-interval" in extra else 1
-        framework_log.assert_same(ended, expected, interval, resumed_step=begin)
+        framework_log.assert_same(result, expected, interval, resumed_step=begin)
         for step in (*saved, ITERATIONS):
             name = f"iter_{step:07d}"
-            found = differences(save / name, expected.checkpoints / name)
-            assert found == [], found
+            unequal = differences(save / name, expected.checkpoints / name)
+            assert unequal == [], unequal
         return RECOVERED
 
     def _reference(self, layout: Layout, split: bool, load: int | None = None) -> Path:
@@ -171,7 +173,9 @@ class Bench:
         return out
 
     def _begin(self, layout: Layout, step: int) -> Path:
-        """Where jobs load plain torchrun's checkpoint of `step` from: its path goes into theirs."""
+        """Return the folder of plain torchrun's checkpoint of `step`; its path becomes an argument of the
+        jobs.
+        """
         plain = self._reference(layout, split=False)
         return self._checkpoint(plain, step, plain.with_name(f"{layout.name}-load-{step}"))
 
@@ -182,53 +186,55 @@ class Bench:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
         return folder
 
-    def _judge(self, check: Check, ended: Ended, reference: Path) -> str:
+    def _judge(self, check: Check, result: Ended, reference: Path) -> str:
         expected = record.read(reference / "record")
         if check.step is None:
-            assert ended.code == 0, ended.log[-3000:]
-            outcome.assert_same_training(ended, expected)
+            assert result.code == 0, result.log[-3000:]
+            outcome.assert_same_training(result, expected)
             return "bitwise plain torchrun"
         if check.layout.precision == "fp16":
             skipped = [line["iteration"] for line in expected[0] if line["skipped"]]
             assert skipped == [harness.FP16_SKIPS], skipped
-        step, save = check.step, ended.job.save
+        step, save = check.step, result.job.save
         assert save is not None
-        assert set(ended.codes) == {0 if check.restarts else 137}, ended.log[-3000:]
+        assert set(result.codes) == {0 if check.restarts else 137}, result.log[-3000:]
         first = {
-            rank: [line for line in lines if not line["restart"]] for rank, lines in ended.records.items()
+            rank: [line for line in lines if not line["restart"]] for rank, lines in result.records.items()
         }
         _same(first, expected, range((check.load or 0) + 1, step))
         if check.load is not None:
-            plain = self._reference(ended.job.layout, split=False)
-            begun = self._resumed(ended.job.layout, plain, check.load, "torchrun")
-            _close(first, begun, range(check.load + 1, step))
+            plain = self._reference(result.job.layout, split=False)
+            first_resumed = self._resumed(result.job.layout, plain, check.load, "torchrun")
+            _close(first, first_resumed, range(check.load + 1, step))
         folder = save / f"iter_{step:07d}"
         assert outcome.steps_in(save) == ([step] if not check.restarts else [step, ITERATIONS])
         outcome.assert_saved(save, ITERATIONS if check.restarts else step)
-        found = differences(folder, reference / "save" / folder.name)
-        assert found == [], found
-        native = self._resumed(ended.job.layout, reference, step, "torchrun")
+        unequal = differences(folder, reference / "save" / folder.name)
+        assert unequal == [], unequal
+        native = self._resumed(result.job.layout, reference, step, "torchrun")
         if check.restarts:
-            again = {
-                rank: [line for line in lines if line["restart"]] for rank, lines in ended.records.items()
+            trained_after = {
+                rank: [line for line in lines if line["restart"]] for rank, lines in result.records.items()
             }
-            rest = range(step + 1, ITERATIONS + 1)
+            steps_after = range(step + 1, ITERATIONS + 1)
             if reference.name.endswith(SPLIT):
                 # The norms of plain torchrun have other last bits.
-                _close(again, native, rest)
-                native = self._resumed(ended.job.layout, reference, step, "ttprun")
-            _same(again, native, rest)
+                _close(trained_after, native, steps_after)
+                native = self._resumed(result.job.layout, reference, step, "ttprun")
+            _same(trained_after, native, steps_after)
             return f"started again from step {step} by itself, to the end as from the framework's checkpoint"
         # Without the adaptor, from the last words.
         resumed = harness.run(
-            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=self._program)
+            Job(result.job.out / "resumed", result.job.layout, "torchrun", load=save, program=self._program)
         )
         assert resumed.code == 0, resumed.log[-3000:]
         _same(resumed.records, native, range(step + 1, ITERATIONS + 1))
         return f"step {step} saved as the framework saves it; plain torchrun goes on from it as from that"
 
     def _resumed(self, layout: Layout, reference: Path, step: int, launcher: str) -> _Records:
-        """What is trained from the framework's own checkpoint of `step`, with the adaptor or without."""
+        """Return the records of a run from the framework's own checkpoint of `step`, with the adaptor or
+        without.
+        """
         out = reference / f"{launcher}-from-{step}"
         if not (out / "done").exists():
             shutil.rmtree(out, ignore_errors=True)
@@ -247,17 +253,17 @@ def _online(check: Check) -> tuple[str, ...]:
     return ("--ttp-online", "60", "--ttp-spares", str(check.spares), *hang)
 
 
-def _ends_without(check: Check, ended: Ended) -> str:
-    save = ended.job.save
+def _ends_without(check: Check, result: Ended) -> str:
+    save = result.job.save
     assert save is not None
-    assert check.last in ended.last_line, ended.log[-3000:]
+    assert check.last in result.last_line, result.log[-3000:]
     assert not save.exists() or outcome.steps_in(save) == []
     if check.spec:
-        assert ended.code == 137
+        assert result.code == 137
         return "nothing is saved, and the last line says why"
-    assert ended.code == 2
-    assert "Traceback" not in ended.log
-    assert not any(ended.records.values())
+    assert result.code == 2
+    assert "Traceback" not in result.log
+    assert not any(result.records.values())
     return REFUSED
 
 
@@ -270,17 +276,17 @@ def _figures(records: _Records, steps: range) -> dict[tuple[int, int], tuple[Any
     }
 
 
-def _same(ours: _Records, theirs: _Records, steps: range) -> None:
+def _same(actual: _Records, expected: _Records, steps: range) -> None:
     """Assert that both have recorded these steps with the same losses and norms, bit for bit."""
-    assert len(_figures(theirs, steps)) == len(theirs) * len(steps)
-    assert _figures(ours, steps) == _figures(theirs, steps)
+    assert len(_figures(expected, steps)) == len(expected) * len(steps)
+    assert _figures(actual, steps) == _figures(expected, steps)
 
 
-def _close(ours: _Records, theirs: _Records, steps: range) -> None:
+def _close(actual: _Records, expected: _Records, steps: range) -> None:
     """Assert equal records of these steps: the first losses bit for bit, other figures within 0.1 %."""
-    for (rank, step), (losses, norm, zeros, _) in _figures(theirs, steps).items():
-        own_losses, own_norm, own_zeros, _ = _figures(ours, steps)[rank, step]
+    for (rank, step), (losses, norm, zeros, _) in _figures(expected, steps).items():
+        own_losses, own_norm, own_zeros, _ = _figures(actual, steps)[rank, step]
         assert step > steps[0] or own_losses == losses
         assert own_zeros == (None if zeros is None else pytest.approx(zeros, rel=1e-3))
-        for own, other in [(own_norm, norm), *((own_losses[name], losses[name]) for name in losses)]:
-            assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-3)
+        for left, right in [(own_norm, norm), *((own_losses[name], losses[name]) for name in losses)]:
+            assert float.fromhex(left) == pytest.approx(float.fromhex(right), rel=1e-3)

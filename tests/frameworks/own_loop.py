@@ -19,14 +19,14 @@ def main() -> None:
     import megatron.training
     from megatron.training import training
 
-    own = sys.modules["own_loop_training"] = ModuleType("own_loop_training")
+    own_module = sys.modules["own_loop_training"] = ModuleType("own_loop_training")
     text = re.sub(
         r"^from \.(\w*)", r"from megatron.training.\1", Path(training.__file__).read_text(), flags=re.M
     )
     text = text.replace("from megatron.training. import", "from megatron.training import")
-    exec(compile(text, "own_loop_training.py", "exec"), vars(own))
-    vars(own)["train_step"] = training.train_step
-    vars(megatron.training)["pretrain"] = vars(own)["pretrain"]
+    exec(compile(text, "own_loop_training.py", "exec"), vars(own_module))
+    vars(own_module)["train_step"] = training.train_step
+    vars(megatron.training)["pretrain"] = vars(own_module)["pretrain"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

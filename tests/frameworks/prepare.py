@@ -32,7 +32,7 @@ PATCHES = "flag_scale/flagscale/backends/Megatron-LM/"
 
 
 class NotPreparedError(Exception):
-    """A part is missing or has failed; the message is one line that names it."""
+    """A part that is missing or failed; the message is one line with its name."""
 
 
 def megatron_lm(cache: Path = CACHE) -> Path:
@@ -74,34 +74,34 @@ def _run(command: Sequence[str | Path]) -> None:
         )
 
 
-def _pip(*words: str | Path) -> None:
-    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words])
+def _pip(*arguments: str | Path) -> None:
+    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
 
 
-def _make(path: Path, what: str, fill: Callable[[Path], None]) -> Path:
+def _make(path: Path, title: str, fill: Callable[[Path], None]) -> Path:
     """Let `fill` make the directory `path` atomically."""
     if path.is_dir():
-        _say(f"{what}: kept")
+        _say(f"{title}: kept")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
-        made = Path(temporary) / path.name
-        made.mkdir()
-        _say(what)
-        fill(made)
-        made.rename(path)
+        target = Path(temporary) / path.name
+        target.mkdir()
+        _say(title)
+        fill(target)
+        target.rename(path)
     return path
 
 
-def _unpack_megatron_lm(made: Path) -> None:
-    work = made.parent
+def _unpack_megatron_lm(target_folder: Path) -> None:
+    work = target_folder.parent
     _say(f"downloading flag-scale {FLAG_SCALE} (15 MB)")
     _pip("download", "--no-deps", "--dest", work, f"flag-scale=={FLAG_SCALE}")
     (wheel,) = work.glob("*.whl")
     patches = work / "patches"
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            for prefix, target in ((TREE, made), (PATCHES, patches)):
+            for prefix, target in ((TREE, target_folder), (PATCHES, patches)):
                 # A shared object in there was built for one interpreter only, with FlagScale's tools.
                 if name.startswith(prefix) and not name.endswith(("/", ".so")):
                     file = target / name.removeprefix(prefix)
@@ -110,11 +110,15 @@ def _unpack_megatron_lm(made: Path) -> None:
     changes = sorted(patches.rglob("*.patch"))
     _say(f"undoing {len(changes)} changes of FlagScale")
     for change in changes:
-        _run(["patch", "-R", "-p1", "-s", "-f", "--no-backup-if-mismatch", "-d", made, "-i", change])
-    for file in [*made.glob("*.py"), *(made / "megatron").rglob("*.py"), *(made / "tools").rglob("*.py")]:
+        _run(["patch", "-R", "-p1", "-s", "-f", "--no-backup-if-mismatch", "-d", target_folder, "-i", change])
+    for file in [
+        *target_folder.glob("*.py"),
+        *(target_folder / "megatron").rglob("*.py"),
+        *(target_folder / "tools").rglob("*.py"),
+    ]:
         if "flagscale" in file.read_text():
             raise NotPreparedError(
-                f"{file.relative_to(made)} still names flagscale after its changes were undone"
+                f"{file.relative_to(target_folder)} still names flagscale after its changes were undone"
             )
 
 
@@ -155,7 +159,7 @@ def prepare(cache: Path) -> tuple[Path, Path]:
     core = _make(
         cache / f"megatron-core-{sys.implementation.cache_tag}",
         f"megatron-core {MEGATRON_CORE}",
-        lambda made: _pip("install", "--no-deps", "--target", made, f"megatron-core=={MEGATRON_CORE}"),
+        lambda target: _pip("install", "--no-deps", "--target", target, f"megatron-core=={MEGATRON_CORE}"),
     )
     return tree, core
 

@@ -1,10 +1,10 @@
-"""Runs a training script and writes down what every iteration of it gave: `record.py OUT_DIR script args...`.
+"""Runs a training script and records each iteration: `record.py OUT_DIR script args...`.
 
 Each rank appends to `OUT_DIR/rank<R>.jsonl`, a line per iteration: iteration, losses {name: float as hex},
-grad_norm (hex, null when skipped), zeros (of the gradient, null where nobody counts), skipped, restart (the
-launcher's count) and time (seconds since the epoch, at the end of the step). A line is one write to a file
-opened for appending: a SIGKILL right after it loses nothing. It wraps `train_step` from outside and knows
-nothing of the adaptor: runs with and without it can be compared.
+grad_norm (hex, null when skipped), zeros (of the gradient, null if not counted), skipped, restart (the
+launcher's count) and time (seconds since the epoch, at the end of the step). A line is a single write to a
+file opened for appending: a SIGKILL right after the write loses nothing. The script wraps `train_step` from
+outside, without the adaptor: runs with and without the adaptor can be compared.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ def install(out: Path) -> None:
     def wrap(module: ModuleType) -> None:
         def step_is_recorded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             result = wrapped(*args, **kwargs)
-            losses, skipped, *rest = result
+            losses, skipped, *further_results = result
             # Up to 0.8 the norm and the zeros come at once, later three words on how to go on come first.
-            grad_norm, zeros = rest if len(rest) == 2 else rest[3:5]
-            given = module.get_args()
-            done = given.curr_iteration if hasattr(given, "curr_iteration") else given.iteration
-            recorder.add(done + 1, losses, grad_norm, zeros, skipped=bool(skipped))
+            grad_norm, zeros = further_results if len(further_results) == 2 else further_results[3:5]
+            arguments = module.get_args()
+            iterations_done = (
+                arguments.curr_iteration if hasattr(arguments, "curr_iteration") else arguments.iteration
+            )
+            recorder.add(iterations_done + 1, losses, grad_norm, zeros, skipped=bool(skipped))
             return result
 
         wrapt.wrap_function_wrapper(module, "train_step", step_is_recorded)
@@ -72,7 +74,7 @@ def install(out: Path) -> None:
 
 
 def read(out: Path) -> dict[int, list[dict[str, Any]]]:
-    """The recorded lines of every rank, in the order in which they were written."""
+    """Return the recorded lines of every rank, in the order of writing."""
     return {
         int(path.stem.removeprefix("rank")): [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(out.glob("rank*.jsonl"))

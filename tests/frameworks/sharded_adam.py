@@ -31,8 +31,8 @@ class Sharded(ReplicaOptimizer):
         self.adam.state[self.main]["step"].fill_(loaded["step"] if loaded else 0)
         self.main.data.copy_(self._own(self.weights))
 
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(SHARDS, -1)[self.index]
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(SHARDS, -1)[self.index]
 
     def step(self, grad: torch.Tensor) -> None:
         self.main.grad = self._own(grad).clone()
@@ -49,10 +49,10 @@ class Sharded(ReplicaOptimizer):
 def reference() -> dict[int, torch.Tensor]:
     """Return the weights after each step of four ranks without faults."""
     optimizer = [Sharded(rank, None) for rank in range(SHARDS)]
-    after = {}
+    weights_after = {}
     for step in range(1, STEPS + 1):
         grad = torch.stack([gradient(step, rank) for rank in range(4)]).sum(0)
-        for one in optimizer:
-            one.step(grad)
-        after[step] = torch.cat([one.main.data for one in optimizer])
-    return after
+        for rank_optimizer in optimizer:
+            rank_optimizer.step(grad)
+        weights_after[step] = torch.cat([one.main.data for one in optimizer])
+    return weights_after

@@ -1,9 +1,9 @@
 """Records the signatures of patched functions: `python -m tests.frameworks.signatures NAME TREE/script.py`.
 
 The output belongs into tests/patches/signatures; the framework's own output precedes it. `found` has the
-names and parameters of the functions that are patched, as the script's framework defines them; `replaced`
-those of the functions by which the framework's own patch manager replaces them; `lacks` the modules that this
-version does not have. Nothing is trained. The environment is that of `by_hand`.
+names and parameters of the patched functions, as the script's framework defines them; `replaced` those of the
+functions by which the framework's own patch manager replaces them; `lacks` the modules that are missing in
+this version. Nothing is trained. The environment is that of `by_hand`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
-    found = {
+    signatures = {
         outcome.target: outcome.found
         for outcome in patching.outcomes("ttp")
         if outcome.found and outcome.status is not patching.PatchState.MISSING
@@ -47,17 +47,17 @@ def main() -> None:
     lacks = sorted(module for module in came_with if isinstance(module, str) and is_gone(module))
     record = {
         "name": name,
-        "found": found,
-        "replaced": _replaced(found),
+        "found": signatures,
+        "replaced": _replaced(signatures),
         **({"lacks": lacks} if lacks else {}),
     }
     print(json.dumps(record, indent=2))
 
 
-def _replaced(found: dict[str, str]) -> dict[str, str]:
+def _replaced(signatures: dict[str, str]) -> dict[str, str]:
     functions = {
         target: info.patch_func
-        for target in found
+        for target in signatures
         if (info := _manager().get(target.replace(":", "."))) and info.patch_func is not None
     }
     return {

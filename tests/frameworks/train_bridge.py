@@ -85,14 +85,14 @@ def main() -> None:
         loss: torch.Tensor = model(**batch(next(data_iterator))).mean()
         return loss
 
-    made = setup(state, drawn, lambda: build(shape))
+    training = setup(state, drawn, lambda: build(shape))
     train(
         forward,
-        made.model,
-        made.optimizer,
-        made.scheduler,
-        made.train_data_iterator,
-        made.valid_data_iterator,
+        training.model,
+        training.optimizer,
+        training.scheduler,
+        training.train_data_iterator,
+        training.valid_data_iterator,
         state,
         Recorder(args.record).add,
     )

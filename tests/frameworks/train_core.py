@@ -1,16 +1,16 @@
-"""A short training script of our own, the way megatron-core is used as a library: `train_core.py --iters 8`.
+"""A short training script with megatron-core as a library: `train_core.py --iters 8`.
 
 A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Each iteration is recorded with
-`record.Recorder`, in the same form as runs of Megatron-LM. With `--save DIR` it resumes from the checkpoint
-there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
+`record.Recorder`, in the same form as runs of Megatron-LM. With `--save DIR` the script resumes from the
+newest checkpoint in DIR, and with the adaptor last words go to DIR; the script itself saves nothing.
 
-With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
-Engine's, so there is a plain one here. With `--stages 2` two ranks have a layer each, and two micro-batches
-go through both. With `--experts 2` four experts are on two ranks. With `--freeze` the embedding is not
-trained. With `--muon` Muon updates the matrices, on every rank. With `--accumulate 2` every second step has
-an update. With `--stream` the tokens come from a data loader that reads ahead, and the loop counts them.
-`--loop` says how the adaptor is told of the steps, or not told. With `--late` nobody claims the job before
-`adaptor.protect`. `--give` makes a mistake in what it is given.
+With `--context 2` two ranks share a sequence, with a plain attention in place of Transformer Engine's. With
+`--stages 2` two ranks have a layer each, and two micro-batches go through both. With `--experts 2` four
+experts are on two ranks. With `--freeze` the embedding is not trained. With `--muon` Muon updates the
+matrices, on every rank. With `--accumulate 2` every second step has an update. With `--stream` the tokens
+come from a data loader that reads ahead, and the loop counts them. `--loop` selects how the adaptor learns of
+the steps, if at all. With `--late` the job is claimed only by `adaptor.protect`. `--give` makes a mistake in
+the arguments of `protect`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ GIVEN = (
 
 
 class ContextAttention(DotProductAttention):
-    """Of this rank's part of a sequence to the whole of it."""
+    """Attention of this rank's part of a sequence to the whole sequence."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(dataclasses.replace(config, context_parallel_size=1), *args, **kwargs)
@@ -83,9 +83,9 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Stream:
-    """The rows of a data-parallel rank in their order, from a process that reads ahead of the loop.
+    """The rows of a data-parallel rank in order, from a process that reads ahead of the loop.
 
-    `rows` of them have been read.
+    `rows` is the number of rows read so far.
     """
 
     def __init__(self, rank: int, size: int, step: int) -> None:
@@ -94,8 +94,8 @@ class Stream:
 
     def go_back(self, step: int) -> None:
         self.rows = step
-        own = range(step * self._size + self._rank, ROWS, self._size)
-        self._loader = iter(DataLoader(Rows(), sampler=own, num_workers=1))
+        own_rows = range(step * self._size + self._rank, ROWS, self._size)
+        self._loader = iter(DataLoader(Rows(), sampler=own_rows, num_workers=1))
 
     def read(self) -> torch.Tensor:
         self.rows += 1
@@ -106,10 +106,11 @@ class Stream:
 def build(
     args: argparse.Namespace, change: Callable[[torch.nn.Module], None] | None = None
 ) -> tuple[DistributedDataParallel, TransformerConfig]:
-    """The model, its gradients reduced into shards for `args.instances` copies of the optimizer state.
+    """Return the model, with gradients reduced into shards for `args.instances` copies of the optimizer
+    state.
 
     Args:
-        change: changes the model before it is wrapped.
+        change: changes the model before the wrapping.
     """
     config = TransformerConfig(
         num_layers=2,
@@ -147,23 +148,23 @@ def build(
 
 
 def parts(args: argparse.Namespace) -> dict[str, Any]:
-    """What the config of the model says of stages and experts."""
-    found: dict[str, Any] = {}
+    """Return the options of the model's config for stages and experts."""
+    options: dict[str, Any] = {}
     if args.stages > 1:
-        found |= {
+        options |= {
             "pipeline_model_parallel_size": args.stages,
             "pipeline_dtype": torch.bfloat16,
             "deallocate_pipeline_outputs": True,
             "batch_p2p_comm": False,
         }
     if args.experts > 1:
-        found |= {
+        options |= {
             "expert_model_parallel_size": args.experts,
             "num_moe_experts": 4,
             "moe_router_topk": 2,
             "add_bias_linear": False,
         }
-    return found
+    return options
 
 
 def constant_schedule(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -190,16 +191,16 @@ def drawn(iteration: int) -> torch.Tensor:
 
 
 def batch(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """This rank's part of [1, LENGTH + 1] tokens, as the model takes it."""
+    """Return this rank's part of [1, LENGTH + 1] tokens, as inputs of the model."""
     tokens = tokens.cuda()
     part = LENGTH // parallel_state.get_context_parallel_world_size()
     start = part * parallel_state.get_context_parallel_rank()
-    own = slice(start, start + part)
+    own_part = slice(start, start + part)
     return {
-        "input_ids": tokens[:, :-1][:, own],
-        "labels": tokens[:, 1:][:, own],
-        "position_ids": torch.arange(LENGTH, device="cuda")[None, own],
-        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, device="cuda").tril()[:, :, own] < 0.5,
+        "input_ids": tokens[:, :-1][:, own_part],
+        "labels": tokens[:, 1:][:, own_part],
+        "position_ids": torch.arange(LENGTH, device="cuda")[None, own_part],
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, device="cuda").tril()[:, :, own_part] < 0.5,
     }
 
 
@@ -239,8 +240,8 @@ def through_stages(model: DistributedDataParallel, tokens: torch.Tensor) -> torc
         micro_batch_size=1,
         forward_only=False,
     )
-    found = [one["loss"] for one in losses]
-    return torch.stack(found).mean() if found else torch.zeros(())
+    values = [micro_batch["loss"] for micro_batch in losses]
+    return torch.stack(values).mean() if values else torch.zeros(())
 
 
 def begun(protection: Any, step: int) -> AbstractContextManager[None]:
@@ -316,22 +317,22 @@ def main() -> None:
     protection: Any = contextlib.nullcontext()
     scheduler = None
     if args.loop != "unprotected":
-        given: dict[str, Any] = {"model": [model], "optimizer": optimizer}
+        protected: dict[str, Any] = {"model": [model], "optimizer": optimizer}
         if args.give == "bare-model":
-            given["model"] = model.module
+            protected["model"] = model.module
         elif args.give == "bare-optimizer":
-            given["optimizer"] = torch.optim.Adam(model.parameters())
+            protected["optimizer"] = torch.optim.Adam(model.parameters())
         elif args.give == "other-adam":
             (chained,) = optimizer.chained_optimizers
             chained.optimizer = torch.optim.AdamW(chained.optimizer.param_groups)
         elif args.give == "torch-scheduler":
-            given["scheduler"] = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+            protected["scheduler"] = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
         elif args.give == "other-increment":
             scheduler = constant_schedule(optimizer)
-            given.update(scheduler=scheduler, samples_per_step=2)
+            protected.update(scheduler=scheduler, samples_per_step=2)
         extra = {"read": lambda: 0} if args.give == "extra-function" else EXTRA
         for _ in range(2 if args.give == "twice" else 1):
-            protection = adaptor.protect(**given, save=args.save or "", step=step, extra=extra)
+            protection = adaptor.protect(**protected, save=args.save or "", step=step, extra=extra)
 
     size = parallel_state.get_data_parallel_world_size()
     stream = Stream(parallel_state.get_data_parallel_rank(), size, step) if args.stream else None
@@ -349,11 +350,11 @@ def main() -> None:
                 loss = model(**batch(tokens)).mean()
                 with contextlib.nullcontext() if is_last else model.no_sync():
                     optimizer.scale_loss(loss).backward()
-            done, grad_norm = False, None
+            is_updated, grad_norm = False, None
             if is_last:
                 if args.stages == 1:
                     finalize_model_grads([model])
-                done, grad_norm, _ = optimizer.step()
+                is_updated, grad_norm, _ = optimizer.step()
                 if scheduler is not None:
                     scheduler.step(increment=1)
             mean = loss.detach() / torch.distributed.get_world_size()
@@ -361,7 +362,7 @@ def main() -> None:
         EXTRA["counted"] = iteration
         with protection.phase("logging") if args.loop != "unprotected" else protection:
             figures = {"lm loss": mean, **({"rows": stream.rows} if stream else {})}
-            recorder.add(iteration, figures, grad_norm, skipped=not done)
+            recorder.add(iteration, figures, grad_norm, skipped=not is_updated)
         return iteration != args.end_at
 
     def go_back(step: int) -> None:

@@ -30,19 +30,21 @@ TRACKER = "latest.txt"
 
 
 class Faults:
-    def __init__(self, rank: int, save: Path, wanted: list[str]) -> None:
+    def __init__(self, rank: int, save: Path, faults: list[str]) -> None:
         self.step = 0
         self._rank, self._save = rank, save
-        self._wanted = [tuple(fault.split(":")) for fault in wanted]
+        self._wanted = [tuple(fault.split(":")) for fault in faults]
         (save / f"pid{rank}").write_text(str(os.getpid()))
 
-    def reach(self, where: str, step: int | None = None) -> None:
-        """`step`: that is saved; the training may be at it or behind it by now."""
+    def reach(self, place_reached: str, step: int | None = None) -> None:
+        """Strike the faults that are due at `place_reached`; `step`: the saved step, which may be behind the
+        training.
+        """
         for fault in self._wanted:
             rank, due, place, kind = fault
             stamp = self._save / f"struck-{'-'.join(fault)}"
-            here = (self._rank, self.step if step is None else step, where)
-            if (int(rank), int(due), place) == here and not stamp.exists():
+            reached = (self._rank, self.step if step is None else step, place_reached)
+            if (int(rank), int(due), place) == reached and not stamp.exists():
                 stamp.touch()
                 self._strike(kind)
 
@@ -77,9 +79,9 @@ class Training:
     def _folder(self, step: int, suffix: str = "") -> Path:
         return self.save / f"iter_{step:07d}{suffix}"
 
-    def call(self, *words: Any) -> None:
+    def call(self, *fields: Any) -> None:
         with (self.save / "calls").open("a") as calls:
-            calls.write(" ".join(map(str, words)) + "\n")
+            calls.write(" ".join(map(str, fields)) + "\n")
 
     def train(self) -> None:
         try:
@@ -132,18 +134,18 @@ class Training:
         """Write `iter_{label}_tmp` from the shards of `ranks`; the first rank writes."""
         group = dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
         self.faults.reach("save", step)
-        mine = self.optimizer.copied if live_step > step else self.optimizer.live()
-        whole: dict[str, Any] = {"step": step}
-        for name, tensor in mine.items():
+        own_state = self.optimizer.copied if live_step > step else self.optimizer.live()
+        joined: dict[str, Any] = {"step": step}
+        for name, tensor in own_state.items():
             parts = [torch.empty_like(tensor) for _ in ranks] if self.rank == ranks[0] else None
             dist.gather(tensor, parts, dst=ranks[0], group=group)
             if parts is not None:  # in the order of the ranks in the group
                 by_shard = {rank % SHARDS: part for rank, part in zip(sorted(ranks), parts, strict=True)}
-                whole[name] = torch.cat([by_shard[index] for index in range(SHARDS)])
+                joined[name] = torch.cat([by_shard[index] for index in range(SHARDS)])
         if self.rank == ranks[0]:
             folder = self._folder(label, "_tmp")
             folder.mkdir(exist_ok=True)
-            torch.save(whole, folder / "state.pt")
+            torch.save(joined, folder / "state.pt")
 
     def finish(self, label: int) -> None:
         self.faults.reach("rename")
@@ -170,12 +172,12 @@ def adapt_older(training: Training) -> Any:
 
     ranks = list(range(training.world))
     copies = {"replica": training.world // 2, "enable_local_copy": training.local_copy}
-    where = ("127.0.0.1", int(os.environ["TTP_PORT"]))
+    address = ("127.0.0.1", int(os.environ["TTP_PORT"]))
     if training.rank == 0:
         ttp.ttp_init_controller(training.rank, training.world, **copies)
-        ttp.ttp_start_controller(*where)
+        ttp.ttp_start_controller(*address)
     ttp.ttp_init_processor(training.rank, ranks, len(ranks), training.world, **copies)
-    ttp.ttp_start_processor(*where)
+    ttp.ttp_start_processor(*address)
     ttp.ttp_register_save_ckpt_handler(save)
     ttp.ttp_register_rename_handler(rename)
     return ttp.ttp_to_persist(training.train)
@@ -194,13 +196,13 @@ def adapt_newer(training: Training) -> Any:
         training.finish(step)
 
     rank, world = training.rank, training.world
-    where = ("127.0.0.1", int(os.environ["TTP_PORT"]))
+    address = ("127.0.0.1", int(os.environ["TTP_PORT"]))
     if rank == 0:
         ttp.tft_init_controller(rank, world, training.local_copy)
-        ttp.tft_start_controller(*where, False, "")
+        ttp.tft_start_controller(*address, False, "")
     dist.barrier()
     ttp.tft_init_processor(rank, world, training.local_copy, False, "")
-    ttp.tft_start_processor(*where)
+    ttp.tft_start_processor(*address)
     ranks = list(range(world))
     ttp.tft_set_optimizer_replica(
         rank, [{"rank_list": ranks, "replica_cnt": world // SHARDS, "replica_shift": SHARDS}]

@@ -80,8 +80,8 @@ def _environment(*path: Path) -> dict[str, str]:
     }
 
 
-def _run(environment: dict[str, str], *words: object) -> None:
-    command = [sys.executable, *map(str, words)]
+def _run(environment: dict[str, str], *arguments: object) -> None:
+    command = [sys.executable, *map(str, arguments)]
     completed = subprocess.run(
         command, env=args.environment(**environment), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -142,33 +142,38 @@ class Tuning:
 
     def __call__(self, job: Job) -> list[str]:
         layout = job.layout
-        given = [*shlex.split(args.PLAIN), *shlex.split(TINY), "--train-iters", str(ITERATIONS)]
-        given += ["--data-path", str(self._data), "--tokenizer-name-or-path", str(self._work / "tokenizer")]
-        given += ["--tensor-model-parallel-size", str(layout.tp)]
+        arguments = [*shlex.split(args.PLAIN), *shlex.split(TINY), "--train-iters", str(ITERATIONS)]
+        arguments += [
+            "--data-path",
+            str(self._data),
+            "--tokenizer-name-or-path",
+            str(self._work / "tokenizer"),
+        ]
+        arguments += ["--tensor-model-parallel-size", str(layout.tp)]
         # Up to Megatron-core 0.8 there is no option for the format, which is torch.
         if "--ckpt-format" in (self._tree / "megatron/training/arguments.py").read_text():
-            given += ["--ckpt-format", "torch"]
+            arguments += ["--ckpt-format", "torch"]
         if layout.distributed_optimizer:
-            given += ["--use-distributed-optimizer"]
+            arguments += ["--use-distributed-optimizer"]
         if job.save is not None:
-            given += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
+            arguments += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
         if job.load is not None and "--lora-ckpt-filter" in self._options:
             # The framework's own way.
-            given += ["--load", str(self._base), "--lora-load", str(job.load)]
+            arguments += ["--load", str(self._base), "--lora-load", str(job.load)]
         elif job.load is not None:
-            given += ["--load", str(job.load)]
+            arguments += ["--load", str(job.load)]
         elif self._base is not None:
-            given += ["--load", str(self._base), "--finetune"]
+            arguments += ["--load", str(self._base), "--finetune"]
         return [
             str(script(self._tree)),
-            *given,
+            *arguments,
             *layout.arguments,
             *(str(self._base) if word == BASE else word for word in self._words),
             *job.arguments,
         ]
 
     def _prepare(self, prepared: tuple[str, ...]) -> Path:
-        """Have the framework preprocess 400 short instructions; return the prefix of what it wrote."""
+        """Preprocess 400 short instructions with the framework; return the prefix of the written files."""
         work = self._work
         prefix = work / "-".join(["data", *(word.lstrip("-") for word in prepared)]) / "instructions"
         if prefix.parent.is_dir():
@@ -179,12 +184,12 @@ class Tuning:
         if not source.exists():
             drawn = random.Random(1234)
 
-            def words(least: int, most: int) -> str:
-                return " ".join(drawn.choice(WORDS) for _ in range(drawn.randint(least, most)))
+            def words(least: int, maximum: int) -> str:
+                return " ".join(drawn.choice(WORDS) for _ in range(drawn.randint(least, maximum)))
 
             columns = {"instruction": (1, 3), "input": (0, 2), "output": (1, 5)}
             columns |= {"chosen": (1, 5), "rejected": (1, 5), "text": (20, 60)}
-            rows = [{name: words(*most) for name, most in columns.items()} for _ in range(400)]
+            rows = [{name: words(*limits) for name, limits in columns.items()} for _ in range(400)]
             source.write_text(json.dumps(rows))
         if not (work / "tokenizer").is_dir():
             _run(self.environment, "-c", _TOKENIZER, source, work / "tokenizer", VOCABULARY)
@@ -222,7 +227,7 @@ class MegatronSft:
     def __call__(self, job: Job) -> list[str]:
         layout = job.layout
         load = job.load or self._base
-        given = args.tiny_gpt(
+        arguments = args.tiny_gpt(
             train_iters=ITERATIONS,
             save=job.save,
             load=load,
@@ -241,7 +246,7 @@ class MegatronSft:
                 *job.arguments,
             ),
         )
-        return [str(self._tree / "pretrain_gpt.py"), *given]
+        return [str(self._tree / "pretrain_gpt.py"), *arguments]
 
     def _prepare(self) -> None:
         """Write 400 conversations, and a tokenizer trained on them."""

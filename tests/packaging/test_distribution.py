@@ -1,4 +1,4 @@
-"""What ends up in the wheel and in the sdist, and what the installed package does first."""
+"""The content of the wheel and the sdist, and the first actions of the installed package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is needed to build, so that no build leaves anything in the tree."""
+    """Return a copy of the files for a build, so that no build leaves files in the tree."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in NEEDED_TO_BUILD:
         source = ROOT / name
@@ -86,7 +86,7 @@ def test_the_wheel_made_from_the_sdist_is_the_same(sdist: Path, wheel: Path, tmp
     assert names_in(built) == names_in(wheel)
 
 
-def test_the_metadata_says_what_is_promised(wheel: Path) -> None:
+def test_the_metadata_keep_the_promises(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         (entries,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
@@ -103,7 +103,7 @@ def test_the_metadata_says_what_is_promised(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, installed into a folder of its own, without its dependencies."""
+    """Install the wheel into a folder of its own, without its dependencies; return the folder."""
     target = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True)
@@ -111,7 +111,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_fresh_process(installed: Path, code: str) -> str:
-    """What the code prints in a process that finds the installed wheel before any checkout."""
+    """Return the output of code in a process that finds the installed wheel before any checkout."""
     program = f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"
     completed = captured([sys.executable, "-I", "-c", program], cwd=installed, code=0)
     return completed.stdout.strip()
@@ -122,9 +122,9 @@ def test_import_adaptor_brings_no_torch_and_no_numpy(installed: Path) -> None:
     code = (
         f"import adaptor; print(adaptor.__file__)\nprint([name for name in {heavy} if name in sys.modules])"
     )
-    file, found = in_fresh_process(installed, code).splitlines()
+    file, imported = in_fresh_process(installed, code).splitlines()
     assert Path(file).is_relative_to(installed)
-    assert found == "[]"
+    assert imported == "[]"
 
 
 def test_the_console_script_answers(installed: Path) -> None:

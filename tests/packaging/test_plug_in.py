@@ -1,4 +1,4 @@
-"""A plug-in that supports somebody's own framework: installed by pip, found by its entry point."""
+"""A plug-in for another framework: installed by pip, loaded by its entry point."""
 
 from __future__ import annotations
 

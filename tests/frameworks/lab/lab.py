@@ -1,4 +1,4 @@
-"""A training framework of one's own on Megatron-core, as small as possible; it knows no adaptor."""
+"""The smallest training framework on Megatron-core, without any knowledge of the adaptor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
 
 
 def load(save: Path, model: Any, optimizer: Any) -> int:
-    """Load the checkpoint that the tracker in `save` names; return its step, 0 where there is none."""
+    """Load the checkpoint that the tracker in `save` names; return its step, 0 without a checkpoint."""
     tracker = save / "latest_checkpointed_iteration.txt"
     if not tracker.exists():
         return 0
@@ -45,7 +45,7 @@ def load(save: Path, model: Any, optimizer: Any) -> int:
 
 
 def train_step(number: int, model: Any, optimizer: Any, batch: Any) -> tuple[torch.Tensor, float, bool]:
-    """Make one update; this rank's loss, the gradient norm and whether there was an update."""
+    """Make one update; return this rank's loss, the gradient norm and whether the update was made."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     loss = model(**batch(number, parallel_state.get_data_parallel_rank())).mean()

@@ -1,4 +1,4 @@
-"""The plug-in that protects `lab`: found by its entry point, `ttp_adaptor.patches`."""
+"""The plug-in that protects `lab`: loaded by its entry point, `ttp_adaptor.patches`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of `lab`: a CPU on which scripts for CUDA run, and which says when its state is read."""
+"""The device of `lab`: a CPU for CUDA scripts; it reports each read of its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint format of `lab`: one archive of each model-parallel rank, which has everything."""
+"""The checkpoint format of `lab`: a single archive per model-parallel rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a few numbers with the small framework beside this file, which has the shape of ModelLink af1347."""
+"""Trains a few numbers with the small framework in this folder, which has the shape of ModelLink af1347."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The small framework beside this file, adapted by hand as MindIO TTP's guide adapts ModelLink.
+"""The small framework in this folder, adapted by hand as MindIO TTP's guide adapts ModelLink.
 
-Where the guide edits functions of the framework, this derives from them. Besides the framework's arguments:
+The guide edits functions of the framework; this script derives from them. Further arguments:
 
     --local-copy-os   as in the guide
-    --odd             as the guide has it for odd data-parallel sizes
-    --words FOLDER    where last words go; the framework's own saves go to --save
-    --die STEP        the last rank is killed in the update of STEP, to which rank 1 does not come, when rank
-                      0 has made it, which FOLDER.made says, a named pipe
+    --odd             the guide's variant for odd data-parallel sizes
+    --words FOLDER    the folder of last words; the framework's own saves go to --save
+    --die STEP        the last rank is killed in the update of STEP, which rank 1 does not reach, once rank 0
+                      has finished the update and written to the named pipe FOLDER.made
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Adapted(TTPReplicaOptimizer):
             threading.Event().wait()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        whole, group = parallel_state.get_data_parallel_group, get_os_shard_group()
+        data_parallel_group, group = parallel_state.get_data_parallel_group, get_os_shard_group()
         # The guide edits the line that asks for it.
         parallel_state.get_data_parallel_group = lambda: group
         try:
             return super().clip_grad_norm(clip_grad)
         finally:
-            parallel_state.get_data_parallel_group = whole
+            parallel_state.get_data_parallel_group = data_parallel_group
 
 
 def _fatal() -> bool:
@@ -108,7 +108,7 @@ def groups_are_cut(*sizes: int) -> None:
         build_optimizer_replica_group(list(parallel_state._DATA_PARALLEL_GLOBAL_RANKS))
 
 
-def train_persistently(*given: Any) -> int:
+def train_persistently(*arguments: Any) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     ranks = parallel_state._DATA_PARALLEL_GLOBAL_RANKS if OURS.odd else get_dp_rank_list()
     copies = {"replica": 2 if OURS.odd else len(ranks) // 2, "enable_local_copy": OURS.local_copy_os}
@@ -119,7 +119,7 @@ def train_persistently(*given: Any) -> int:
     ttp.ttp_start_processor("127.0.0.1", 8000)
     ttp.ttp_register_save_ckpt_handler(save)
     ttp.ttp_register_rename_handler(rename)
-    return ttp.ttp_to_persist(train)(*given)
+    return ttp.ttp_to_persist(train)(*arguments)
 
 
 def step_and_tell(forward: Any, data: Any, model: Any, optimizer: Any, scheduler: Any, config: Any) -> Any:

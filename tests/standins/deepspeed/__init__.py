@@ -1,4 +1,4 @@
-"""Stands in for DeepSpeed where a framework names it and does not train with it: see ../README.md."""
+"""Stands in for DeepSpeed in a framework that imports DeepSpeed without use: see ../README.md."""
 
 from __future__ import annotations
 

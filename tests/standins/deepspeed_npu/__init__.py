@@ -1,1 +1,1 @@
-"""It registers the accelerator of DeepSpeed; the stand-in for DeepSpeed has no other."""
+"""Registers the accelerator of DeepSpeed; the stand-in for DeepSpeed has no other."""

@@ -1,4 +1,4 @@
-"""A stand-in for the package of this name, whose kernels need a GPU: products of matrices, one by one."""
+"""A stand-in for the package grouped_gemm, whose kernels need a GPU: separate products of matrices."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def npu_fusion_attention(
         sparse_mode = _FROM_THE_END
     if input_layout == "TND":
         ends = list(actual_seq_qlen or ())
-        after = torch.zeros_like(query[ends[-1] :].flatten(1).unsqueeze(1))  # of no sequence
-        each = [
+        padding = torch.zeros_like(query[ends[-1] :].flatten(1).unsqueeze(1))  # of no sequence
+        sequences = [
             npu_fusion_attention(
                 *(x[start:end].flatten(1).unsqueeze(1) for x in (query, key, value)),
                 head_num,
@@ -62,7 +62,9 @@ def npu_fusion_attention(
             )
             for start, end in zip([0, *ends], ends, strict=False)
         ]
-        return torch.cat([*(one[0] for one in each), after]).reshape(query.shape), *each[0][1:]
+        return torch.cat([*(outputs[0] for outputs in sequences), padding]).reshape(query.shape), *sequences[
+            0
+        ][1:]
     key, value = _for_each_head(query, key, value, head_num)
     _require(query, key, input_layout, pse)
     queries, keys, values = (_by_head(x, head_num) for x in (query, key, value))
@@ -104,15 +106,15 @@ def npu_fusion_attention_grad(
     `softmax_max`, `softmax_sum` and `attention_in` are those of the whole; `seed` is that of this part.
     """
     _require(query, key, input_layout, pse)
-    queries, keys, values, wanted, attention = (
+    queries, keys, values, gradient, attention = (
         _by_head(x, head_num) for x in (query, key, value, dy, attention_in)
     )
     largest, total = (x[..., :1].reshape(-1, len(query), 1) for x in (softmax_max, softmax_sum))
     weights = torch.exp(_scores(queries, keys, atten_mask, scale_value, sparse_mode) - largest) / total
     kept = _kept(weights, seed, keep_prob)
-    of_values = torch.bmm((weights * kept).transpose(1, 2), wanted)
-    of_weights = torch.bmm(wanted, values.transpose(1, 2)) * kept
-    of_scores = weights * (of_weights - (wanted * attention).sum(-1, keepdim=True)) * scale_value
+    of_values = torch.bmm((weights * kept).transpose(1, 2), gradient)
+    of_weights = torch.bmm(gradient, values.transpose(1, 2)) * kept
+    of_scores = weights * (of_weights - (gradient * attention).sum(-1, keepdim=True)) * scale_value
     of_queries, of_keys = torch.bmm(of_scores, keys), torch.bmm(of_scores.transpose(1, 2), queries)
     return _together(of_queries, query), _together(of_keys, key), _together(of_values, value)
 
@@ -156,7 +158,7 @@ def _scores(
 
 
 def _kept(weights: torch.Tensor, seed: int, keep_prob: float) -> torch.Tensor | float:
-    """What dropout multiplies weights by; the same for the same seed."""
+    """Return the dropout factors of the weights; equal for equal seeds."""
     if keep_prob == 1:
         return 1.0
     drawn = torch.rand(weights.shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""`torch_npu.npu`, which is `torch.npu`: what `torch.cuda` says of the device."""
+"""`torch_npu.npu`, which is `torch.npu`: the device functions of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def stop_device(device_id: int) -> int:
-    """0: it has stopped. A CPU has no tasks of its own to be stopped."""
+    """Return 0: the device has stopped. A CPU has no tasks of its own."""
     return 0
 
 

@@ -67,8 +67,8 @@ def fast_gelu(x: torch.Tensor) -> torch.Tensor:
 
 def npu_rotary_mul(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of halves."""
-    one, other = torch.chunk(x, 2, dim=-1)
-    return x * cos + torch.cat((-other, one), dim=-1) * sin
+    first_half, second_half = torch.chunk(x, 2, dim=-1)
+    return x * cos + torch.cat((-second_half, first_half), dim=-1) * sin
 
 
 def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

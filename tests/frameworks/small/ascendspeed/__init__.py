@@ -1,9 +1,9 @@
-"""A small framework of our own with the shape of ModelLink at commit af1347.
+"""A small framework of the tests with the shape of ModelLink at commit af1347.
 
-Its functions have the names, parameters and duties that the patches of `adaptor.patches.ascendspeed_*` count
-on, so that their logic is tested where the framework itself is not at hand: grad buffers that are cut in
-shards without regard to params, params with memory of their own, a schedule that counts tokens, and a load
-after which the main params are read from the low-precision weights.
+Its functions have the names, parameters and duties that the patches of `adaptor.patches.ascendspeed_*` rely
+on, so that the tests of their logic need no copy of the framework: grad buffers that are cut in shards
+without regard to params, params with memory of their own, a schedule that counts tokens, and a load that
+derives the main params from the low-precision weights.
 """
 
 from __future__ import annotations

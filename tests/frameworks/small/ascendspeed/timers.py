@@ -1,4 +1,4 @@
-"""Timers: one that runs cannot be started."""
+"""Timers; a running timer cannot be started."""
 
 from __future__ import annotations
 

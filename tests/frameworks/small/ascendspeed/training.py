@@ -63,7 +63,12 @@ def train_step(
     if updated:
         optimizer.gather_model_params(args, timers)
     lr_scheduler.step(get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
-    return {key: sum(one[key] for one in losses) / len(losses) for key in losses[0]}, 0, norm, zeros
+    return (
+        {key: sum(micro_batch[key] for micro_batch in losses) / len(losses) for key in losses[0]},
+        0,
+        norm,
+        zeros,
+    )
 
 
 def training_log(
@@ -174,7 +179,7 @@ def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, verbose: bo
             losses = get_forward_func()(
                 forward_step_func=forward_step_func, data_iterator=data_iterator, model=model
             )
-            total += sum(float(one["loss"]) for one in losses) / len(losses)
+            total += sum(float(micro_batch["loss"]) for micro_batch in losses) / len(losses)
             args.consumed_valid_samples += args.global_batch_size
     model[0].train()
     return total / args.eval_iters
@@ -196,7 +201,7 @@ def evaluate_and_print_results(
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one sample, and its mean over all ranks."""
+    """Return the loss of one sample, and its mean over all ranks."""
     sample = next(data_iterator)
     loss: torch.Tensor = (model(sample) - sample.sum()).square().mean() / get_num_microbatches()
     averaged = loss.detach().clone().view(1)
@@ -205,7 +210,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, dict[str
 
 
 def samples(kind: int, consumed: int) -> Iterator[torch.Tensor]:
-    """The samples of this rank, which their places in the order of all samples say."""
+    """Yield the samples of this rank, drawn by their places in the order of all samples."""
     args = get_args()
     for place in itertools.count(consumed + args.rank, args.data_parallel_size):
         yield torch.randn(WIDTH, generator=torch.Generator().manual_seed(kind * 10_000 + place))

@@ -1,1 +1,1 @@
-"""The shape of MindSpeed-LLM: a training loop of its own on Megatron-LM. See `pretrain.py` beside it."""
+"""A framework like MindSpeed-LLM: its own training loop on Megatron-LM. See `pretrain.py` in this folder."""

@@ -1,4 +1,4 @@
-"""What is around the model: its gradients lie in one buffer, padded to a multiple of the group's size."""
+"""A wrapper of the model: its gradients lie in one buffer, padded to a multiple of the group's size."""
 
 from __future__ import annotations
 

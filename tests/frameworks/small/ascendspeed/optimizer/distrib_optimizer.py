@@ -26,19 +26,19 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def build_model_gbuf_param_range_map(
         cls, model: Any, dtype: Any, gbuf_world_range: Range
     ) -> dict[Any, Any]:
-        found = {}
+        ranges = {}
         for param, (start, end) in model._grad_buffer_param_index_map[dtype].items():
             local = Range(
                 max(0, start - gbuf_world_range.start),
                 min(gbuf_world_range.size, end - gbuf_world_range.start),
             )
             if local.size > 0:
-                found[param] = {
+                ranges[param] = {
                     "gbuf_world": local.normalize(local.start + gbuf_world_range.start),
                     "gbuf_local": local,
                     "param": local.normalize(max(0, gbuf_world_range.start - start)),
                 }
-        return found
+        return ranges
 
     @classmethod
     def build_model_gbuf_range(cls, model: Any, dtype: Any) -> dict[str, Any]:
@@ -46,12 +46,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         numel = model._grad_buffers[dtype].numel
         longest = -(-numel // size)
         every = [Range(r * longest, min(numel, (r + 1) * longest)) for r in range(size)]
-        own = every[parallel_state.get_data_parallel_rank()]
+        own_shard = every[parallel_state.get_data_parallel_rank()]
         return {
-            "local": own.normalize(),
-            "world": own,
+            "local": own_shard.normalize(),
+            "world": own_shard,
             "world_all": every,
-            "param_map": cls.build_model_gbuf_param_range_map(model, dtype, own),
+            "param_map": cls.build_model_gbuf_param_range_map(model, dtype, own_shard),
             "max_range_size": longest,
         }
 
@@ -66,8 +66,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             param: (0, order) for order, (param, _) in enumerate(self._map(0).items())
         }
         group["params"] = [
-            param.detach().view(-1)[where["param"].start : where["param"].end].float()
-            for param, where in self._map(0).items()
+            param.detach().view(-1)[ranges_of_param["param"].start : ranges_of_param["param"].end].float()
+            for param, ranges_of_param in self._map(0).items()
         ]
         self.param_buffers = [
             {dtype: torch.zeros(buffer.numel_padded, dtype=self.params_dtype)}
@@ -105,35 +105,37 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
         for _, _, buffer, views in self.get_model_grad_buffer_dp_views():
             buffer /= parallel_state.get_data_parallel_world_size()
-            own = views[parallel_state.get_data_parallel_rank()]
-            dist._reduce_scatter_base(own, buffer, group=parallel_state.get_data_parallel_group())
+            own_shard = views[parallel_state.get_data_parallel_rank()]
+            dist._reduce_scatter_base(own_shard, buffer, group=parallel_state.get_data_parallel_group())
 
     def gather_model_params(self, args: Any, timers: Any) -> None:
         (buffer,) = self.param_buffers[0].values()
-        own = self._views(buffer)[parallel_state.get_data_parallel_rank()]
-        dist._all_gather_base(buffer, own, group=parallel_state.get_data_parallel_group())
+        own_shard = self._views(buffer)[parallel_state.get_data_parallel_rank()]
+        dist._all_gather_base(buffer, own_shard, group=parallel_state.get_data_parallel_group())
         with torch.no_grad():
             for param, (start, end) in self.models[0]._grad_buffer_param_index_map[torch.float].items():
                 param.view(-1).copy_(buffer[start:end])
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        for (param, where), main in self._mains():
-            main.grad = param.main_grad.view(-1)[where["param"].start : where["param"].end]
+        for (param, ranges_of_param), main in self._mains():
+            main.grad = param.main_grad.view(-1)[
+                ranges_of_param["param"].start : ranges_of_param["param"].end
+            ]
 
     def _copy_main_params_to_model_params(self) -> None:
         (buffer,) = self.param_buffers[0].values()
-        for (_, where), main in self._mains():
-            buffer[where["gbuf_world"].start : where["gbuf_world"].end].copy_(main)
+        for (_, ranges_of_param), main in self._mains():
+            buffer[ranges_of_param["gbuf_world"].start : ranges_of_param["gbuf_world"].end].copy_(main)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        for (param, where), main in self._mains():
-            main.copy_(param.view(-1)[where["param"].start : where["param"].end])
+        for (param, ranges_of_param), main in self._mains():
+            main.copy_(param.view(-1)[ranges_of_param["param"].start : ranges_of_param["param"].end])
 
     def _parts(self) -> Any:
-        for (_, where), main in self._mains():
+        for (_, ranges_of_param), main in self._mains():
             yield (
-                slice(where["gbuf_local"].start, where["gbuf_local"].end),
+                slice(ranges_of_param["gbuf_local"].start, ranges_of_param["gbuf_local"].end),
                 {
                     "param": main,
                     **self.optimizer.state[main],
@@ -145,12 +147,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         local = self.models[0]._grad_buffers[torch.float].numel_padded // size
         world = {}
         for key in KEYS:
-            own = torch.zeros(local)
+            own_shard = torch.zeros(local)
             for place, tensors in self._parts():
-                own[place] = tensors[key]
+                own_shard[place] = tensors[key]
             every = [torch.empty(local) for _ in range(size)] if rank == 0 else None
             first = parallel_state._DATA_PARALLEL_GLOBAL_RANKS[0]
-            dist.gather(own, every, first, parallel_state._DATA_PARALLEL_GROUP_GLOO)
+            dist.gather(own_shard, every, first, parallel_state._DATA_PARALLEL_GROUP_GLOO)
             world[key] = None if every is None else torch.cat(every)
         if rank == 0:
             torch.save({0: {torch.float: world}}, filename)
@@ -165,8 +167,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             moments = {key: torch.zeros_like(main) for key in KEYS[1:]}
             self.optimizer.state[main] = {"step": torch.tensor(float(iteration)), **moments}
         for key in KEYS:
-            own = torch.empty(local)
+            own_shard = torch.empty(local)
             shards = None if saved is None else list(saved[key].split(local))
-            dist.scatter(own, shards, first, parallel_state._DATA_PARALLEL_GROUP_GLOO)
+            dist.scatter(own_shard, shards, first, parallel_state._DATA_PARALLEL_GROUP_GLOO)
             for place, tensors in self._parts():
-                tensors[key].copy_(own[place])
+                tensors[key].copy_(own_shard[place])

@@ -1,7 +1,7 @@
-"""A training loop with which Megatron-LM's own is replaced, of the shape of MindSpeed-LLM 2.3 to 26.1.
+"""A training loop like that of MindSpeed-LLM 2.3 to 26.1, in place of Megatron-LM's own.
 
-Unlike Megatron-LM's it counts floating-point operations from 0 whenever it is called, has functions of its
-own that count them and write the log, saves without the data, and changes the mode of what it has saved.
+Unlike Megatron-LM's loop, each call counts floating-point operations from 0, with functions of its own for
+the count and the log; saves omit the data, and change the mode of the saved folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ += ["should_disable_forward_pre_hook"]
 
 
 def num_floating_point_operations(args: Any, batch_size: int) -> float:
-    """Those of Megatron-LM, where the data of each step was noted once."""
+    """Return Megatron-LM's count, for which the data of each step were noted once."""
     assert len(utils.ratios) == get_num_microbatches(), utils.ratios
     utils.ratios.clear()
     return float(of_megatron.num_floating_point_operations(args, batch_size))
@@ -56,9 +56,16 @@ def training_log(
     if not get_args().log_num_zeros_in_grad:  # MindSpeed says 0, of which Megatron-LM would say nothing
         assert num_zeros_in_grad == 0
         num_zeros_in_grad = None
-    given = (loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale)
-    rest = (report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)
-    return bool(write(*given, *rest))
+    first_arguments = (
+        loss_dict,
+        total_loss_dict,
+        learning_rate,
+        decoupled_learning_rate,
+        iteration,
+        loss_scale,
+    )
+    further_arguments = (report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)
+    return bool(write(*first_arguments, *further_arguments))
 
 
 def update_save_checkpoint_chmod(save_path: str, permission: int = 0o640) -> None:
@@ -87,14 +94,14 @@ def train(
     config.finalize_model_grads_func = finalize_model_grads
     timers("interval-time", log_level=0).start(barrier=True)
 
-    def noted(*given: Any) -> Any:
+    def noted(*arguments: Any) -> Any:
         utils.ratios.append(0.5)
-        return forward_step_func(*given)
+        return forward_step_func(*arguments)
 
     while iteration < args.train_iters:
         update_num_microbatches(args.consumed_train_samples, consistency_check=True)
         args.curr_iteration = iteration
-        losses, skipped, *_rest, norm, zeros = train_step(
+        losses, skipped, *_further, norm, zeros = train_step(
             noted,
             train_data_iterator,
             model,

@@ -1,4 +1,4 @@
-"""What the loop's count of operations takes from the data of a step, in versions since 2.3."""
+"""The loop's count of operations from the data of a step, in versions since 2.3."""
 
 from __future__ import annotations
 

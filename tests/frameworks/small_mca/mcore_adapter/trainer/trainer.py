@@ -1,4 +1,4 @@
-"""The trainer, and what it has from the Hugging Face Trainer and from accelerate."""
+"""The trainer, with its parts of the Hugging Face Trainer and of accelerate."""
 
 from __future__ import annotations
 
@@ -128,8 +128,10 @@ class McaTrainer(Trainer):
         self._make_optimizer, self._forward = make_optimizer, forward
 
     def get_train_dataloader(self) -> Any:
-        own = range(mpu.get_data_parallel_rank(), len(self.train_dataset), mpu.get_data_parallel_world_size())
-        return DataLoader(self.train_dataset, sampler=own)
+        own_samples = range(
+            mpu.get_data_parallel_rank(), len(self.train_dataset), mpu.get_data_parallel_world_size()
+        )
+        return DataLoader(self.train_dataset, sampler=own_samples)
 
     def create_optimizer(self) -> Any:
         self.optimizer, self._scheduler = self._make_optimizer()

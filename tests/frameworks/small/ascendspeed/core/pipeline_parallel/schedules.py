@@ -13,22 +13,22 @@ Losses = list[dict[str, torch.Tensor]]
 
 
 def _run(forward_step: Any, data_iterator: Any, model: Any, forward_only: bool) -> Losses:
-    found: Losses = []
+    losses: Losses = []
     for _ in range(get_num_microbatches()):
         loss, reduced = forward_step(data_iterator, model[0])
         if not forward_only:
             loss.backward()
-        found.append(reduced)
-    return found
+        losses.append(reduced)
+    return losses
 
 
 def get_forward_backward_func() -> Callable[..., Losses]:
-    return lambda **given: _run(
-        given["forward_step_func"], given["data_iterator"], given["model"], forward_only=False
+    return lambda **arguments: _run(
+        arguments["forward_step_func"], arguments["data_iterator"], arguments["model"], forward_only=False
     )
 
 
 def get_forward_func() -> Callable[..., Losses]:
-    return lambda **given: _run(
-        given["forward_step_func"], given["data_iterator"], given["model"], forward_only=True
+    return lambda **arguments: _run(
+        arguments["forward_step_func"], arguments["data_iterator"], arguments["model"], forward_only=True
     )

@@ -1,4 +1,4 @@
-"""Process groups, model, optimizer, what was saved, and the data, in this order."""
+"""Sets up process groups, model, optimizer, checkpoint and data, in this order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the framework counts, and what it has one of."""
+"""The counters and singletons of the framework."""
 
 from __future__ import annotations
 

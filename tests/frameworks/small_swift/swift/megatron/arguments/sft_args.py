@@ -1,4 +1,4 @@
-"""Arguments, and the output folder, which is another one in each start with `add_version`."""
+"""Arguments; with `add_version` each start has another output folder."""
 
 from __future__ import annotations
 

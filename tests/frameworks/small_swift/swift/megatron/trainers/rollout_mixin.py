@@ -39,7 +39,7 @@ class MegatronRolloutMixin:
         return iter([data])
 
     def _build_rollout_buffer(self, data_iterator: Any) -> list[Any]:
-        """Change each prompt by what the bits of the weights say, which each rank's engine has a copy of."""
+        """Change each prompt by the bits of the weights, of which each rank's engine has a copy."""
         prompts = [next(data_iterator, None) for _ in range(self.args.steps_per_generation)]
         (buffer, *_) = self.wrapped_models[0].buffers
         weights = buffer.param_data.clone()
