@@ -278,7 +278,7 @@ OUTPUTS = {
 def test_no_reader_of_the_output(to: str, flags: Sequence[str], launcher: Launcher) -> None:
     prelude = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
     ending = ON_GO + "raise ValueError('told to raise')"
-    job = Training(launcher, then=ending, prelude=prelude, flags=[*TWO, *flags])
+    job = Training(launcher, ending=ending, prelude=prelude, flags=[*TWO, *flags])
     job.begins()
     (job.folder / "go").touch()
     job.restarts()
@@ -300,7 +300,7 @@ def test_no_reader_of_the_output(to: str, flags: Sequence[str], launcher: Launch
     ],
 )
 def test_an_exception_text_that_cannot_be_sent(failing_code: str, fragment: str, launcher: Launcher) -> None:
-    job = Training(launcher, then=RANK_1 + failing_code)
+    job = Training(launcher, ending=RANK_1 + failing_code)
     job.begins()
     (job.folder / "go").touch()
     result = job.restarts(traceback=True)
@@ -320,7 +320,7 @@ def test_a_save_folder_that_cannot_be_named(launcher: Launcher) -> None:
 
 @pytest.mark.robustness("B1", "a worker's processor fails", "its worker ends, the others save, restarted")
 def test_a_processor_that_fails(launcher: Launcher) -> None:
-    job = Training(launcher, then=RANK_1 + "runtime.get().processor.say(object())")
+    job = Training(launcher, ending=RANK_1 + "runtime.get().processor.say(object())")
     job.begins()
     (job.folder / "go").touch()
     result = job.restarts(traceback=True)
@@ -372,7 +372,7 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
 def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
     """torch's `record` leaves it where the disk of temporary files is full."""
     raises = "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').close(); raise ValueError('told to raise')"
-    job = Training(launcher, then=RANK_1 + raises)
+    job = Training(launcher, ending=RANK_1 + raises)
     job.begins()
     (job.folder / "go").touch()
     result = job.restarts(traceback=True)
@@ -501,7 +501,7 @@ def test_no_descriptors(launcher: Launcher) -> None:
         + "    return look(self, *args, **kwargs)\nHangDetector.look = eat\n"
     )
     job = Training(
-        launcher, then="if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), prelude=prelude
+        launcher, ending="if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), prelude=prelude
     )
     job.begins()
     (job.folder / "go").touch()
@@ -573,7 +573,7 @@ def test_children_in_groups_of_their_own(launcher: Launcher) -> None:
         "other = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "Path('other').write_text(f'{other.pid} ')\n"
     )
-    job = Training(launcher, then="if rank == '1':\n    " + starts.replace("\n", "\n    "))
+    job = Training(launcher, ending="if rank == '1':\n    " + starts.replace("\n", "\n    "))
     job.begins()
     files = [job.folder / name for name in ("child", "other")]
     waiting.written(
