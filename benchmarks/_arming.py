@@ -1,8 +1,8 @@
 """Turns online recovery, or the comparison of holders, on and off every few steps of a job: for `_worker.py`.
 
-Off, a step is that of a job with TTP_ONLINE=0: torch waits for its collectives, the data that a step reads
-and its losses are not kept, and the board is not informed of them. The rest of an armed job stays: its
-imports, the descriptions of its process groups, a waiting spare process.
+A step in the off arm equals a step with TTP_ONLINE=0: torch waits for its collectives, data and losses of the
+step are not kept, and the board is not informed of them. The rest of an armed job stays: its imports, the
+descriptions of its process groups, a waiting spare process.
 """
 
 from __future__ import annotations

@@ -100,13 +100,13 @@ class Job:
 
         Args:
             save: the folder of the checkpoints; None: in the job's folder.
-            instances: optimizer instances of a job without the adaptor; with it there are two anyway.
+            instances: optimizer instances of a job without the adaptor; the adaptor always uses two.
             distributed: whether the optimizer is distributed.
             watch, native, gate, cost, holds, parts, arming, uploading: options of `_worker.py`.
             nodes: the ranks are divided among so many nodes, all on this machine.
             network: a namespace for each node.
-            warm: workers are forks with torch imported (`tests/faults/warm.py`), for jobs whose start is not
-                timed.
+            warm: workers are forks with torch imported (`tests/faults/warm.py`), for jobs with
+                untimed starts.
             library: arguments of `train_core.py`, which trains in place of `pretrain_gpt.py` and saves
                 nothing by itself.
         """
@@ -294,7 +294,7 @@ def last(incident: Mapping[str, Any], event_type: str) -> float:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a benchmark: a SIGTERM ends its jobs, too, and a failed job is reported in one line."""
+    """Run a benchmark: a SIGTERM also ends its jobs, and a failed job is reported in one line."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

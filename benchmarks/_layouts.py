@@ -1,4 +1,4 @@
-"""The layouts of a campaign: their parallelism, their holders, and the deaths that they can survive."""
+"""The layouts of a campaign: their parallelism, their holders, and the survivable deaths."""
 
 from __future__ import annotations
 

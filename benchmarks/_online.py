@@ -80,7 +80,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A job: its layout, and the faults that are to strike it, one after another."""
+    """A job: its layout, and its faults in order."""
 
     number: int
     cut: str
@@ -119,26 +119,26 @@ def _faults(source: random.Random, cut: Cut, share: float, kinds: Sequence[str])
             step += -step % SAVE_INTERVAL
         rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
         fault = Fault(rank, phase, kind, step=step, restart=ONCE, code=source.choice((0, 7)))
-        others = [each for each in range(cut.ranks) if each != rank]
+        peers = [rank_of_cut for rank_of_cut in range(cut.ranks) if rank_of_cut != rank]
         second = None
         chance = source.random()
         if chance < share:
-            second = _second(source, fault, others)
+            second = _second(source, fault, peers)
         elif kind == "sigkill" and chance > 1 - TWO_AT_ONCE:
-            fault = replace(fault, also=source.choice(others))
+            fault = replace(fault, also=source.choice(peers))
         if step > STEPS - 2:
             return
         yield Planned(fault, second)
 
 
-def _second(source: random.Random, first: Fault, others: Sequence[int]) -> Fault:
+def _second(source: random.Random, first: Fault, peers: Sequence[int]) -> Fault:
     kind, code = source.choice(SECOND), 7
     if first.kind != "exception" and source.random() < 0.4:
         phase = source.choice(OF_NEWCOMERS)
         return Fault(first.rank, phase, kind, restart=NEWCOMERS, since=first.step, code=code)
     phase = source.choice(OF_SURVIVORS)
     kind = "exception" if phase == "give" and source.random() < 0.5 else kind
-    return Fault(source.choice(others), phase, kind, restart=ONCE, since=first.step, code=code)
+    return Fault(source.choice(peers), phase, kind, restart=ONCE, since=first.step, code=code)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def incidents(drawn: Drawn, job: Job) -> list[Incident]:
         stamps = [stamp for stamp in stamps if stamp["time"] > until]
         struck = [faults[stamp["fault"]] for stamp in own_stamps]
         first = struck[0] if struck else None
-        outcome, why = outcome_of(drawn, report, struck)
+        outcome, reason = outcome_of(drawn, report, struck)
         outcomes.append(
             Incident(
                 drawn.cut,
@@ -181,7 +181,7 @@ def incidents(drawn: Drawn, job: Job) -> list[Incident]:
                 first.kind if first else "",
                 first.phase if first else "",
                 outcome,
-                why,
+                reason,
                 until - own_stamps[0]["time"] if own_stamps and outcome == ONLINE else 0.0,
                 int(report["step"] or -1),
             )
@@ -197,8 +197,8 @@ def outcome_of(drawn: Drawn, report: Mapping[str, Any], struck: Sequence[Fault])
     if verdict == "recovered":
         return ONLINE, ""
     if verdict == "saved":
-        _, separator, why = reason.partition(WHY)
-        return (RESTART, why.partition("; step")[0]) if separator else (FAILED, reason)
+        _, separator, explanation = reason.partition(WHY)
+        return (RESTART, explanation.partition("; step")[0]) if separator else (FAILED, reason)
     deaths = len({fault.rank for fault in struck}) + sum(fault.also is not None for fault in struck)
     survives = deaths < 2 if drawn.cut in UNKNOWN else ALL[drawn.cut].survives(struck)
     return (FAILED if survives else EXPLAINED), reason
@@ -217,16 +217,16 @@ def differences(reference: Job, job: Job, interrupted: Collection[int]) -> list[
         for rank, records in reference.records().items()
         for line in records
     }
-    seen, problems = set(), []
+    compared, problems = set(), []
     for rank, records in job.records().items():
         for line in records:
             key = (rank, line["iteration"])
-            seen.add(key)
+            compared.add(key)
             if expected.get(key) != (line["losses"], line["grad_norm"], line["skipped"]):
                 problems.append(f"rank {rank}, step {key[1]}: not as in the undisturbed run")
     missing = [
         f"rank {rank} has not recorded step {step}"
-        for rank, step in sorted(expected.keys() - seen)
+        for rank, step in sorted(expected.keys() - compared)
         if step not in interrupted
     ]
     return problems + missing

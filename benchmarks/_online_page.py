@@ -32,18 +32,20 @@ on each node, the others start a new process. A cell is the number of incidents 
 {explained}, and of those that {failed}, if there are any."""
 
 
-def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str], what: str = WHAT) -> str:
-    """Return `tables` and `summary` as they were printed; `command` makes all of it again.
+def section(
+    machine: str, command: str, tables: Sequence[str], summary: Sequence[str], introduction: str = WHAT
+) -> str:
+    """Return the printed `tables` and `summary`; `command` repeats the campaign.
 
     Args:
-        where: the machine, in words.
+        machine: in words.
         command: the command line.
         tables: of the incidents.
         summary: lines.
-        what: the first paragraphs.
+        introduction: the first paragraphs.
     """
-    what = what.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
-    return text_of(what, where, command, tables, summary)
+    introduction = introduction.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
+    return text_of(introduction, machine, command, tables, summary)
 
 
 def tables_of(
@@ -84,7 +86,7 @@ def tables_of(
     if any(incident.struck[1:] for incident in incidents):
         tables.insert(1, _second_table(incidents))
     if whys:
-        rows = [[why, n] for why, n in whys.most_common()]
+        rows = [[reason, n] for reason, n in whys.most_common()]
         tables.append(table(["why all were started again", "incidents"], rows))
     return tables, summary
 
@@ -109,7 +111,7 @@ def _phase_table(incidents: Sequence[Incident]) -> str:
         rows.append(
             [
                 PHASES[phase] if phase else "all",
-                *(_cell([one for one in of_phase if one.kind == kind]) for kind in kinds),
+                *(_cell([incident for incident in of_phase if incident.kind == kind]) for kind in kinds),
                 _cell(of_phase),
                 f"{statistics.median(times):.2f}" if times else "–",
             ]
@@ -126,7 +128,7 @@ def _second_table(incidents: Sequence[Incident]) -> str:
             seconds.setdefault(f"{process}: {PHASES[fault.phase]}", []).append(incident)
     return table(
         ["the second fault strikes", "incidents"],
-        [[words, _cell(seconds[words])] for words in sorted(seconds)],
+        [[stage, _cell(seconds[stage])] for stage in sorted(seconds)],
     )
 
 

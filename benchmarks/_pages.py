@@ -35,23 +35,25 @@ the seed draws nothing, or where there is no such fault: the framework saves onl
 hang between two steps, only jobs of two nodes have a network."""
 
 
-def heading(kinds: Sequence[str], more: str = "") -> str:
+def heading(kinds: Sequence[str], suffix: str = "") -> str:
     """Return the heading of a campaign with faults of `kinds`."""
-    return f"Random {'kills' if set(kinds) == {'sigkill'} else 'faults'}{more}"
+    return f"Random {'kills' if set(kinds) == {'sigkill'} else 'faults'}{suffix}"
 
 
-def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
-    """Return the section of a campaign; `command` makes all of it again, or continues it."""
-    what = WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT)
-    return text_of(what, where, command, tables, summary)
+def section(machine: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+    """Return the section of a campaign; `command` repeats or continues the campaign."""
+    introduction = WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT)
+    return text_of(introduction, machine, command, tables, summary)
 
 
-def text_of(what: str, where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
-    """Return the section of a campaign; `what` describes its tables."""
+def text_of(
+    introduction: str, machine: str, command: str, tables: Sequence[str], summary: Sequence[str]
+) -> str:
+    """Return the section of a campaign; `introduction` describes its tables."""
     parts = [
-        what,
+        introduction,
         f"    {command}",
-        f"On {where}, {time.strftime('%Y-%m-%d')}.",
+        f"On {machine}, {time.strftime('%Y-%m-%d')}.",
         "\n".join(f"- {line}" for line in summary),
         *tables,
     ]

@@ -1,8 +1,8 @@
-"""Turns the adaptor's work in a step off and on in one job, and measures each part of it: for `_worker.py`.
+"""Turns the adaptor's work in a step off and on in one job, and measures each part: for `_worker.py`.
 
-Off, the session does nothing: no record, door, barrier, board, replica. Only the call of each patch stays
-(microseconds), so `off` is the framework with the same groups. Meanwhile the copy of a mirror becomes
-outdated; training never reads it.
+In the off arm the session does nothing: no record, door, barrier, board, replica. Only the call of each patch
+stays (microseconds), so `off` is the framework with the same groups. The copy of a mirror becomes outdated;
+training never reads it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Shares:
         try:
             return act()
         finally:
-            took = [read() - before for read, before in zip(self._reads, began, strict=True)]
+            took = [read() - start for read, start in zip(self._reads, began, strict=True)]
             inner = self._inside.pop()
             if self._inside:
                 _add(self._inside[-1], took)
@@ -170,5 +170,8 @@ class Parts:
 
     def _end(self, steps: int) -> dict[str, dict[str, float]]:
         """Return the mean of a step: by meter, then by part and for "all"."""
-        now, began = self._now(), self._began
-        return {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}
+        readings, began = self._now(), self._began
+        return {
+            name: {key: (readings[name][key] - began[name][key]) / steps for key in readings[name]}
+            for name in readings
+        }

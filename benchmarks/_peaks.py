@@ -20,9 +20,10 @@ def peak() -> int:
 
 
 class Peaks:
-    """Compares the peak of a dump with the peak of the last step before it.
+    """Compares the peak of a dump with the peak of the last step before the dump.
 
-    After a fault the main threads of other ranks go on: their memory during a dump includes that of a step.
+    After a fault the main threads of other ranks continue: their memory during a dump includes that of a
+    step.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Peaks:
         self._before = 0
 
     def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Measure a step; a wrapper of the function that makes it."""
+        """Measure a step; a wrapper of the function that makes the step."""
         new_peak()
         result = wrapped(*args, **kwargs)
         self._of_step = peak()

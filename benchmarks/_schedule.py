@@ -99,11 +99,11 @@ class Planned:
 
     def __str__(self) -> str:
         fault = self.fault
-        words = f"{self.cut}: {self.kind} of rank {fault.rank}"
-        words += f" and {fault.also}" if fault.also is not None else ""
-        words += f", {fault.phase}" + (f" of step {fault.step}" if fault.step is not None else "")
+        text = f"{self.cut}: {self.kind} of rank {fault.rank}"
+        text += f" and {fault.also}" if fault.also is not None else ""
+        text += f", {fault.phase}" + (f" of step {fault.step}" if fault.step is not None else "")
         second = self.second
-        return words if second is None else f"{words}; {second.kind} of rank {second.rank}, {second.phase}"
+        return text if second is None else f"{text}; {second.kind} of rank {second.rank}, {second.phase}"
 
 
 def schedule(
@@ -121,9 +121,9 @@ def schedule(
         if phase == "gather" and not cut.layout.distributed_optimizer:
             phase = "update"  # nothing is gathered
         rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
-        after = source.randint(2, 4)
+        steps_after = source.randint(2, 4)
         kind = source.choice([kind for kind in kinds if _fits(kind, phase, rank, cut)] or ["sigkill"])
-        after += LEARNT if kind in HANGS else 0
+        steps_after += LEARNT if kind in HANGS else 0
         fault = Fault(rank, phase, ON_THE_CONTROLLER.get(kind, kind))
         if "exit" in kind:
             fault = replace(fault, code=other_source.choice((0, 7)))
@@ -135,17 +135,17 @@ def schedule(
             second = _second(other_source, cut, fault)
         elif share and kind == "sigkill" and draw > 1 - TWO_AT_ONCE and cut.nodes == 1:
             fault = replace(fault, also=other_source.choice([r for r in range(cut.ranks) if r != rank]))
-        yield Planned(number, name, fault, after, second)
+        yield Planned(number, name, fault, steps_after, second)
 
 
 def _second(source: random.Random, cut: Cut, first: Fault) -> Fault:
     kind = source.choice(SECOND)
     phase = source.choice(RAISES_IN if kind == "exception" else IN_AN_INCIDENT)
-    others = [r for r in range(cut.ranks) if r != first.rank]
+    candidates = [r for r in range(cut.ranks) if r != first.rank]
     if first.kind == "agent-sigkill":
-        others = [r for r in others if cut.node(r) != cut.node(first.rank)]
+        candidates = [r for r in candidates if cut.node(r) != cut.node(first.rank)]
     # The first of the others is usually the writer.
-    rank = others[0] if source.random() < 0.5 else source.choice(others)
+    rank = candidates[0] if source.random() < 0.5 else source.choice(candidates)
     return Fault(rank=rank, phase=phase, kind=kind, code=7)
 
 

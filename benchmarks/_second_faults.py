@@ -95,20 +95,20 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int, struck: 
         conditions = {"since": first.step, "until": first.step + 1, "code": 7}
         if part == NEWCOMER and first.kind != "exception":
             return Fault(first.rank, phase, kind, restart=NEWCOMERS, **conditions)
-        others = [rank for rank in range(cut.ranks) if rank != first.rank]
+        peers = [rank for rank in range(cut.ranks) if rank != first.rank]
         if part in (AGENT, SPARE) and (part == AGENT or (spares and first.kind != "exception")):
-            return Fault(source.choice(others), phase, kind, restart=ONCE, **conditions)
+            return Fault(source.choice(peers), phase, kind, restart=ONCE, **conditions)
         if part not in (TWIN, SURVIVOR) or (part == TWIN and first.kind == "exception"):
             continue
         # An exception or a deadlock in the thread that sends leaves the process of the twin as it is.
         is_kept = phase == "give" and kind in _RAISES
-        # After the barrier others may make the update, which a rank that raises there never makes.
+        # After the barrier peers may make the update, which a rank that raises there never makes.
         is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
         lost = set() if is_intact else {first.rank}
         if part == TWIN:  # the first other rank with the same shard sends
-            others = [min(next(holder for holder in cut.holders() if first.rank in holder) - {first.rank})]
+            peers = [min(next(holder for holder in cut.holders() if first.rank in holder) - {first.rank})]
         candidates = [
-            rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
+            rank for rank in peers if is_kept or all(holders - lost - {rank} for holders in cut.holders())
         ]
         if candidates:
             return Fault(source.choice(candidates), phase, kind, restart=ONCE, **conditions)

@@ -1,7 +1,7 @@
 """A store with the interface of S3 that keeps only the sizes of large objects: `python benchmarks/_sink.py`.
 
-It stands in for a store on other machines, so it does as little work as possible. It prints its port, and at
-the end of its stdin the received bytes and its own CPU seconds.
+It replaces a store on other machines, so it does as little work as possible. It prints its port, and at the
+end of its stdin the received bytes and its own CPU seconds.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Sink:
         objects, folders = [], set()
         with self.lock:
             for name, size in sorted(self.sizes.items()):
-                rest = name[len(prefix) :]
+                below_prefix = name[len(prefix) :]
                 if not name.startswith(prefix):
                     continue
-                if delimiter and delimiter in rest:
-                    folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                if delimiter and delimiter in below_prefix:
+                    folders.add(prefix + below_prefix.partition(delimiter)[0] + delimiter)
                 else:
                     objects.append(
                         f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><ETag>&quot;e&quot;</ETag>"
@@ -104,12 +104,12 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = _serve
 
     def _body(self) -> tuple[bytes, int]:
-        size = left = int(self.headers.get("Content-Length") or 0)
+        size = remaining = int(self.headers.get("Content-Length") or 0)
         if size <= _KEPT:
             return self.rfile.read(size), size
         memory = memoryview(bytearray(_KEPT))
-        while left:
-            left -= self.rfile.readinto(memory[: min(left, _KEPT)])  # type: ignore[attr-defined]
+        while remaining:
+            remaining -= self.rfile.readinto(memory[: min(remaining, _KEPT)])  # type: ignore[attr-defined]
         return b"", size
 
     def _xml(self, text: str) -> None:

@@ -115,22 +115,22 @@ def _judge_side(
     problems: list[str] = []
     if report["verdict"] == "saved":
         finished = newest_finished(job, report, planned.fault.restart)
-        behind = survives is None or (CUTS[planned.cut].local_copy and saved == finished - 1)
-        if saved < finished and not (behind and BEHIND in reason):
+        is_behind = survives is None or (CUTS[planned.cut].local_copy and saved == finished - 1)
+        if saved < finished and not (is_behind and BEHIND in reason):
             problems.append(f"step {finished} is finished, step {saved} is saved: {reason}")
         if survives is False and not _was_found(report):
             problems.append("saved, and no holder should have been left")
         published = [unix(event["time"]) for event in report["events"] if event["type"] == "published"]
         return _Side(saved, published[0] if published else None, problems)
-    if report["verdict"] != "lost" or survives or not any(words in reason for words in UNHELD):
+    if report["verdict"] != "lost" or survives or not any(fragment in reason for fragment in UNHELD):
         problems.append(reason)
     return _Side(-1, None, problems)
 
 
 def _was_found(report: Mapping[str, Any]) -> bool:
-    """Return whether the step was in the save folder already: the agents look there if no holder is left.
+    """Return whether the step was already in the save folder, which agents search if no holder is left.
 
-    The other side of a cut has written it, an earlier controller, or the framework's own save.
+    The other side of a cut has written the step, an earlier controller, or the framework's own save.
     """
     types = {event["type"] for event in report["events"]}
     return "find-ordered" in types and "publish-ordered" not in types
@@ -151,8 +151,8 @@ def newest_finished(job: Job, report: Mapping[str, Any], restart: int) -> int:
     records = [line for of_rank in job.records().values() for line in of_rank]
     steps: list[int] = [line["iteration"] for line in records if line["restart"] == restart]
     for event in report["events"]:
-        words = {"fault-noticed": "after step ", "frozen": "after step ", "through-the-door": "step "}
-        _, separator, number = event["data"].get("detail", "").rpartition(words.get(event["type"], "\0"))
+        prefixes = {"fault-noticed": "after step ", "frozen": "after step ", "through-the-door": "step "}
+        _, separator, number = event["data"].get("detail", "").rpartition(prefixes.get(event["type"], "\0"))
         steps += [int(number)] if separator and number.isdigit() else []
     return max(steps, default=0)
 
@@ -196,19 +196,19 @@ def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tupl
         for rank, records in undisturbed.records().items()
         for line in records
     }
-    equal, problems, seen = 0, [], set()
+    equal, problems, compared = 0, [], set()
     for job in jobs:
         for rank, records in job.records().items():
             for line in records:
                 key = (rank, line["iteration"])
-                seen.add(key)
+                compared.add(key)
                 if expected.get(key) == (line["losses"], line["grad_norm"]):
                     equal += 1
                 else:
                     problems.append(f"rank {rank}, step {line['iteration']}: not as in the reference")
     saved_steps = set(saved)
     newest = max(saved_steps, default=0)
-    missing = {step for _, step in expected.keys() - seen if step not in saved_steps and step < newest}
+    missing = {step for _, step in expected.keys() - compared if step not in saved_steps and step < newest}
     return equal, problems + [f"step {step} was not recorded on every rank" for step in sorted(missing)]
 
 
@@ -220,14 +220,18 @@ def fault_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> st
         {phase: PHASES[phase] for phase in CHOICE},
         list(KINDS),
         [(incident.phase, incident.kind, incident) for incident in incidents],
-        [(each.fault.phase, each.kind) for each in missing],
+        [(planned_incident.fault.phase, planned_incident.kind) for planned_incident in missing],
         times=True,
     )
 
 
 def second_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> str:
     """Return the same counts for second faults."""
-    missing = [each.second for each in _not_run(incidents, planned) if each.second is not None]
+    missing = [
+        planned_incident.second
+        for planned_incident in _not_run(incidents, planned)
+        if planned_incident.second is not None
+    ]
     return _table(
         "the second fault strikes",
         {phase: PHASES[phase] for phase in IN_AN_INCIDENT},
@@ -243,7 +247,7 @@ def second_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> s
 
 def cut_table(incidents: Sequence[Incident], planned: Sequence[Planned], equal: Mapping[str, int]) -> str:
     """Return the same counts by layout, and how many of its records were compared."""
-    missing = Counter(each.cut for each in _not_run(incidents, planned))
+    missing = Counter(planned_incident.cut for planned_incident in _not_run(incidents, planned))
     rows = [
         [
             name,
@@ -252,14 +256,14 @@ def cut_table(incidents: Sequence[Incident], planned: Sequence[Planned], equal: 
             count,
         ]
         for name, count in ((name, equal.get(name, 0)) for name in CUTS)
-        if any(each.cut == name for each in planned)
+        if any(planned_incident.cut == name for planned_incident in planned)
     ]
     return table(["layout", "", "incidents", "records as in the reference"], rows)
 
 
 def _not_run(incidents: Sequence[Incident], planned: Sequence[Planned]) -> list[Planned]:
     numbers = {incident.number for incident in incidents}
-    return [each for each in planned if each.number not in numbers]
+    return [planned_incident for planned_incident in planned if planned_incident.number not in numbers]
 
 
 def _table(
@@ -283,7 +287,10 @@ def _table(
     def cells(phases: Collection[str]) -> list[str]:
         in_phases = [(kind, incident) for phase, kind, incident in run if phase in phases]
         not_run = Counter(kind for phase, kind in missing if phase in phases)
-        row = [_cell([each for kind, each in in_phases if kind == name], not_run[name]) for name in columns]
+        row = [
+            _cell([planned_incident for kind, planned_incident in in_phases if kind == name], not_run[name])
+            for name in columns
+        ]
         row.append(_cell([incident for _, incident in in_phases], not_run.total()))
         seconds = [incident.published_s for _, incident in in_phases if incident.published_s]
         median = f"{1000 * statistics.median(seconds):.0f}" if seconds else "–"
@@ -292,7 +299,7 @@ def _table(
     last = ["fault to published, ms"] if times else []
     return table(
         [head, *columns, "all", *last],
-        [*([words, *cells({phase})] for phase, words in lines.items()), ["all", *cells(lines)]],
+        [*([text, *cells({phase})] for phase, text in lines.items()), ["all", *cells(lines)]],
     )
 
 

@@ -25,7 +25,7 @@ KEEP = 2
 
 
 class Campaign:
-    """The folder of one seed and its settings.
+    """The folder of a seed and its settings.
 
     It has `state.json`, and for each layout the checkpoints and a folder for each job.
     """
@@ -47,10 +47,10 @@ class Campaign:
     def keep(self, incident: Incident) -> None:
         """Write down a new incident."""
         with self._lock:
-            now = time.monotonic()
+            time_now = time.monotonic()
             self.incidents.append(incident)
-            self.seconds += now - self._kept
-            self._kept = now
+            self.seconds += time_now - self._kept
+            self._kept = time_now
             state = {"incidents": [asdict(incident) for incident in self.incidents], "seconds": self.seconds}
             scratch = self._state.with_suffix(".new")
             scratch.write_text(json.dumps(state, indent=1))
@@ -72,18 +72,20 @@ class Campaign:
         )
 
     def remaining(self, cut: str) -> list[Planned]:
-        done = {incident.number for incident in self.incidents}
-        return [one for one in self.planned if one.cut == cut and one.number not in done]
+        numbers_done = {incident.number for incident in self.incidents}
+        return [
+            planned for planned in self.planned if planned.cut == cut and planned.number not in numbers_done
+        ]
 
     def train_iters(self, cut: str) -> int:
         """More than its jobs will ever make: the schedule of the learning rate must stay the same."""
-        count = sum(one.cut == cut for one in self.planned)
+        count = sum(planned.cut == cut for planned in self.planned)
         return 20 * count + 50
 
 
-def _incident(told: dict[str, Any]) -> Incident:
-    second = told["second"] and tuple(told["second"])
-    return Incident(**{**told, "second": second, "problems": tuple(told["problems"])})
+def _incident(stored: dict[str, Any]) -> Incident:
+    second = stored["second"] and tuple(stored["second"])
+    return Incident(**{**stored, "second": second, "problems": tuple(stored["problems"])})
 
 
 class Watcher:
@@ -100,13 +102,13 @@ class Watcher:
 
     def tick(self) -> bool:
         """Look; whether the job is needed any longer. Raises JobError where nothing moves."""
-        now = time.monotonic()
-        ended = self._job.returncode is not None
+        time_now = time.monotonic()
+        has_ended = self._job.returncode is not None
         size = sum(path.stat().st_size for path in self._job.folder.glob("records/*.jsonl"))
         if size != self._size:
-            self._size, self._moved = size, now
-        while reports := self._reports(now, ended=ended):
-            self._moved = self._judged = now
+            self._size, self._moved = size, time_now
+        while reports := self._reports(time_now, has_ended=has_ended):
+            self._moved = self._judged = time_now
             # The generation that an incident ends is the one of its number, and so is its fault.
             planned = self._left.pop(0)
             self._campaign.keep(self._tell(judge(self._job, reports, planned), reports))
@@ -114,26 +116,26 @@ class Watcher:
             # Where a node is gone, the others would wait for it.
             if not self._left or planned.fault.kind in OF_NODES:
                 return False
-        if now - self._moved > SILENCE_S:
+        if time_now - self._moved > SILENCE_S:
             raise JobError(f"no step and no incident for {SILENCE_S:g} s: see {self._job.log}")
-        if now - self._judged > MISSED_S:
+        if time_now - self._judged > MISSED_S:
             raise JobError(f"this has not struck: {self._left[0]}: see {self._job.log}")
-        return not ended
+        return not has_ended
 
-    def _reports(self, now: float, *, ended: bool) -> list[dict[str, Any]]:
-        """Those of the next incident, if all are there."""
+    def _reports(self, time_now: float, *, has_ended: bool) -> list[dict[str, Any]]:
+        """Return the reports of the next incident, or none before all have come."""
         if len(list(self._job.logs.glob("*/incidents/*.json"))) == self._read:
             return []
-        found, planned = self._job.incidents()[self._read :], self._left[0]
+        reports, planned = self._job.incidents()[self._read :], self._left[0]
         struck = [(stamp["kind"], stamp["restart"]) for stamp in self._job.struck()]
         if ("cut", planned.fault.restart) not in struck:
-            found = found[:1]
-        elif len(found) < CUTS[planned.cut].nodes:
-            self._told = self._told or now
-            if not ended and now - self._told < SIDES_S:
+            reports = reports[:1]
+        elif len(reports) < CUTS[planned.cut].nodes:
+            self._told = self._told or time_now
+            if not has_ended and time_now - self._told < SIDES_S:
                 return []
-        self._read += len(found)
-        return found
+        self._read += len(reports)
+        return reports
 
     def _tell(self, incident: Incident, reports: Sequence[dict[str, Any]]) -> Incident:
         state = "; ".join(incident.problems) or f"step {incident.saved} saved"

@@ -1,17 +1,17 @@
 """Hooks the measurements of a benchmark into a worker, then runs its script: `_worker.py ... script args`.
 
---watch      writes down how long the parts of a dump took, and how much memory
+--watch      records the durations of the parts of a dump, and the memory
 --native     calls the framework's own save, unpatched and timed, after the second step of each start; then
              `dd conv=fsync` writes as many bytes, by as many processes as hold the optimizer state
---gate       waits before every block of iterations until the benchmark says that it is this job's turn
---holds      writes down the resources of the process after each INTERVAL-th step, from AT on
---parts      turns the adaptor off and on every few steps, and writes down the times of each part of a step
---arming     turns online recovery off and on every few steps, and writes down the times of a step
---uploading  stops and continues an uploader every few steps, and writes down the times of a step
---cost       writes down, at the third gate, the memory and parameters of the process, and its sent bytes
+--gate       waits before every block of iterations until the benchmark gives this job its turn
+--holds      records the resources of the process after each INTERVAL-th step, from AT on
+--parts      turns the adaptor off and on every few steps, and records the times of each part of a step
+--arming     turns online recovery off and on every few steps, and records the times of a step
+--uploading  stops and continues an uploader every few steps, and records the times of a step
+--cost       records, at the third gate, the memory and parameters of the process, and its sent bytes
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (of the end), seconds, restart. All hooks are installed from
-outside, as the recorder's are.
+outside, as for the recorder.
 """
 
 from __future__ import annotations
@@ -67,9 +67,15 @@ class Notes:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    def add(self, what: str, seconds: float, **more: Any) -> None:
-        line = {"what": what, "time": time.time(), "seconds": seconds, "restart": self._restart, "rank": RANK}
-        os.write(self._file, (json.dumps(line | more) + "\n").encode())
+    def add(self, event: str, seconds: float, **fields: Any) -> None:
+        line = {
+            "what": event,
+            "time": time.time(),
+            "seconds": seconds,
+            "restart": self._restart,
+            "rank": RANK,
+        }
+        os.write(self._file, (json.dumps(line | fields) + "\n").encode())
 
 
 def hook(module: str, name: str, wrapper: Any) -> None:
@@ -86,23 +92,23 @@ def watch(notes: Notes) -> None:
     peaks = Peaks()
     hook("megatron.training.training", "train_step", peaks.step)
 
-    def timed(what: str) -> Any:
+    def timed(part: str) -> Any:
         def is_timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if threading.current_thread() is main_thread:
                 return wrapped(*args, **kwargs)
             began = time.time()
-            if what == "dump":
+            if part == "dump":
                 peaks.begin()
             try:
                 return wrapped(*args, **kwargs)
             finally:
-                more = peaks.end() if what == "dump" else {}
-                notes.add(what, time.time() - began, began=began, **more)
+                fields = peaks.end() if part == "dump" else {}
+                notes.add(part, time.time() - began, began=began, **fields)
 
         return is_timed
 
-    for what, module, name in PARTS:
-        hook(module, name, timed(what))
+    for part, module, name in PARTS:
+        hook(module, name, timed(part))
 
 
 # Processes that write with `split`: the state is held twice by four ranks, so two ranks hold all of it.
@@ -139,13 +145,13 @@ class NativeSave:
         began = time.time()
         save_checkpoint(arguments.curr_iteration + 1, model, optimizer, scheduler, 0.0)
         torch.distributed.barrier()
-        ended = time.time()
+        end = time.time()
         arguments.save = save
         if RANK == 0:
             os.sync()  # no pending write disturbs the next measurement
             self._notes.add("durable", time.time() - began)
             size = self._bytes()
-            self._notes.add("native", ended - began, bytes=size)
+            self._notes.add("native", end - began, bytes=size)
             shutil.rmtree(self._folder)
             os.sync()
             time.sleep(_SETTLE_S)
@@ -162,9 +168,9 @@ class NativeSave:
         writers = [
             subprocess.Popen(["dd", f"of={self._folder}/{number}", *options]) for number in range(_WRITERS)
         ]
-        ended = [writer.wait() for writer in writers]
-        if any(ended):
-            raise OSError(f"dd has ended with {ended}")
+        exit_codes = [writer.wait() for writer in writers]
+        if any(exit_codes):
+            raise OSError(f"dd has ended with {exit_codes}")
         self._notes.add("dd", time.time() - began)
         shutil.rmtree(self._folder)
 
@@ -197,7 +203,7 @@ class Gate:
 
 
 class Cost:
-    """The memory of this rank, and the bytes that it sends to the other optimizer instances."""
+    """The memory of this rank, and the bytes sent to the other optimizer instances."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -219,7 +225,7 @@ class Cost:
 
 
 def _memory() -> dict[str, int]:
-    """Return the bytes of all tensors that Python can reach, and of all memory that belongs to no file."""
+    """Return the bytes of all tensors reachable from Python, and of all memory without a file."""
     import torch
 
     gc.collect()

@@ -1,10 +1,10 @@
 """A controller with 1,000 agents over real sockets: `python benchmarks/agents.py`.
 
-The controller runs as ttprun runs it: the real host, listener and timeline, in one event loop. The agents
-are played in one other process, each with a TCP connection of its own; they say what agents and workers would
-say, and note when an order reaches them. What is left out are the workers, and the network between machines;
-what is added is that all agents share one processor. A rank of a node dies, survivors are frozen, save and
-publish (which nobody does here); then, in a second job, a whole node is lost.
+The controller runs as in ttprun: the real host, listener and timeline, in one event loop. One other process
+plays the agents, each with a TCP connection of its own; they send the messages of agents and workers, and
+note the arrival of each order. Unlike in a real job there are no workers and no network between machines, and
+all agents share one processor. A rank of a node dies, survivors are frozen, save and publish (without any
+files); then, in a second job, a whole node is lost.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Agents:
         ranks = range(node * PER_NODE, (node + 1) * PER_NODE)
         self._say(node, AgentHello(node, tuple(ranks)), *(Hello(rank, 4000 + rank) for rank in ranks))
         for rank in ranks:
-            held = shares(rank, self._nodes * PER_NODE, self._groups)
-            self._say(node, Layout(rank, held, "/checkpoints", 0, "0" * 32))
+            held_shards = shares(rank, self._nodes * PER_NODE, self._groups)
+            self._say(node, Layout(rank, held_shards, "/checkpoints", 0, "0" * 32))
         self._tasks.append(asyncio.create_task(self._obey(node, reader)))
 
     def _say(self, node: int, *messages: Any) -> None:
@@ -170,7 +170,7 @@ class CountingHub(ControllerHost):
 
 
 async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, float]:
-    """One job from its start to its end: seconds, MiB, and the share of a core at rest."""
+    """Run one job; return seconds, MiB, and the share of a core at rest."""
     rejected, secret = RejectedConnections("the controller's port"), secrets.token_bytes(32)
     controller_host = CountingHub(
         0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentReport(JobFiles(folder)), rejected
@@ -178,7 +178,7 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     listener = AgentListener(
         secret, None, rejected, controller_host.serve, read_hello, further_connections=nodes
     )
-    before = _resident_mib()
+    memory_before = _resident_mib()
     controller_host.start()
     port = listener.listen(LOOPBACK, PORT)
     agents = await asyncio.create_subprocess_exec(
@@ -196,24 +196,24 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
         return line
 
     began = (await told())["began"]
-    found = {"registered": await _until(lambda: controller_host.layouts == nodes * PER_NODE) - began}
+    figures = {"registered": await _until(lambda: controller_host.layouts == nodes * PER_NODE) - began}
     used, since = _cpu(), time.monotonic()
     await asyncio.sleep(REST_S)
-    found["rest"] = (_cpu() - used) / (time.monotonic() - since)
-    found["memory"] = _resident_mib() - before
+    figures["rest"] = (_cpu() - used) / (time.monotonic() - since)
+    figures["memory"] = _resident_mib() - memory_before
     says.write(b"fault\n")
-    found |= await told()
+    figures |= await told()
     await agents.wait()
     began = time.monotonic()
     await controller_host.close()
     await listener.close()
-    found["closed"] = time.monotonic() - began
-    return found
+    figures["closed"] = time.monotonic() - began
+    return figures
 
 
-async def _until(done: Callable[[], bool]) -> float:
+async def _until(condition: Callable[[], bool]) -> float:
     deadline = time.monotonic() + GIVE_UP_S
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
     return time.monotonic()
@@ -258,9 +258,9 @@ def main() -> None:
         "Verdict": "fault → last verdict there",
         "closed": "the controller closes",
     }
-    rows = [[words, *(f"{found[key]:.3f}" for found in faults.values())] for key, words in steps.items()]
+    rows = [[text, *(f"{figures[key]:.3f}" for figures in faults.values())] for key, text in steps.items()]
     first = next(iter(faults.values()))
-    worst = max(found["Dump"] for found in faults.values())
+    worst = max(figures["Dump"] for figures in faults.values())
     verdict = "reached" if worst <= TARGET_S else "MISSED"
     benchmark.finish(
         table(["s", *faults], rows)

@@ -1,9 +1,8 @@
 """Cost of the board and the door per step, measured alone: `python benchmarks/board_door.py`.
 
-One process does what a worker does in a step (begin_step, before_update, after_update, end_update), with a
-trainee whose record, door and barrier do nothing, so that nothing but board and door is left. What the record
-of a step costs besides (counters, schedule, random states) is measured apart, on Megatron's own scheduler
-and RNG tracker.
+One process makes the calls of a worker's step (begin_step, before_update, after_update, end_update), with a
+trainee whose record, door and barrier do nothing, so that only board and door remain. The record of a step
+(counters, schedule, random states) is measured separately, on Megatron's own scheduler and RNG tracker.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def session_step(board: Board) -> Callable[[], None]:
 
 
 def door_step() -> Callable[[], None]:
-    """What the door alone costs in a step."""
+    """Return a step with the door only."""
     door = Door()
 
     def step() -> None:
@@ -76,7 +75,7 @@ def door_step() -> Callable[[], None]:
 
 
 def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
-    """What a step takes down besides: at its beginning, and at the door."""
+    """Return the record of a step at its beginning, and at the door."""
     import sys
     import warnings
 
@@ -162,15 +161,15 @@ def main() -> None:
     }
     if not options.no_record:
         parts["the step's record"], parts["the record at the door"] = record_step()
-    found = {name: measure(act, options.batches, options.steps) for name, act in parts.items()}
+    figures = {name: measure(act, options.batches, options.steps) for name, act in parts.items()}
 
-    rows = [[name, *(f"{found[name][key]:.2f}" for key in ("median", "min", "p90"))] for name in parts]
-    cost = found["board and door, per step"]["median"]
+    rows = [[name, *(f"{figures[name][key]:.2f}" for key in ("median", "min", "p90"))] for name in parts]
+    cost = figures["board and door, per step"]["median"]
     verdict = "reached" if cost <= TARGET_US else "MISSED"
     benchmark.finish(
         table(["µs", "median", "min", "p90"], rows)
         + f"\n\nboard and door: {cost:.1f} µs per step; at most {TARGET_US:g} µs: {verdict}",
-        {"microseconds": found, "target_us": TARGET_US, "reached": cost <= TARGET_US},
+        {"microseconds": figures, "target_us": TARGET_US, "reached": cost <= TARGET_US},
     )
 
 

@@ -1,14 +1,14 @@
 """Random faults, one after another: `python benchmarks/campaign.py --write benchmarks/results/campaigns.md`.
 
 Every generation of the workers of a job gets one fault: of a random kind, on a random rank, in a random phase
-of a random step; some take a whole node, or cut the network between two. Often a second one strikes in the
-incident that the first has opened. After each incident the newest finished step must be saved, the tracker
-must name it, and every file must be what the manifest says; where too many ranks are gone for that, the
-reason must say so, and nothing else may have changed. At the end every loss and grad norm of every rank and
-every step must be bit for bit that of the unmodified framework under plain torchrun, in a run without faults.
+of a random step; some faults take a whole node, or cut the network between two nodes. Often a second fault
+strikes in the same incident. After each incident the newest finished step must be saved, the tracker must
+name the step, and every file must match the manifest; if too many ranks are lost, the reason must say so, and
+nothing else may have changed. At the end every loss and grad norm of every rank and step must equal, bit for
+bit, the values of the unmodified framework under plain torchrun, in a run without faults.
 
-Jobs of several layouts take turns. It can be interrupted and started again with the same seed and settings,
-or be given --minutes: it goes on where it was.
+Jobs of several layouts take turns. A campaign that was interrupted, or ended by --minutes, continues when it
+is started again with the same seed and settings.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ OPTIONS = ["--ttp-hang", "8", "--ttp-ot", "20"]
 
 
 class Turns:
-    """Who fights next, for several threads: a layout is fought by one at a time.
+    """Distributes the layouts among threads: at most one thread runs a layout.
 
     Args:
-        limit: so many starts in a row without an incident are too many.
-        until: when it is time to stop, monotonic seconds.
+        limit: so many successive starts without an incident are too many.
+        until: the time to stop, monotonic seconds.
     """
 
     def __init__(self, campaign: Campaign, limit: int, until: float) -> None:
@@ -66,7 +66,7 @@ class Turns:
         return self.stop.is_set() or time.monotonic() >= self._until or self._barren >= self._limit
 
     def take(self) -> str | None:
-        """A layout that nobody fights with; None where there is none, or all is over."""
+        """Return a free layout; None if there is no such layout, or at the end of the campaign."""
         with self._lock:
             cut = None if self.over else self._campaign.next_layout(self._busy)
             if cut is not None:
@@ -96,13 +96,13 @@ def fight(campaign: Campaign, turns: Turns, workers: int) -> None:
 
 def _fight(campaign: Campaign, turns: Turns, group: str) -> None:
     while (cut := turns.take()) is not None:
-        one = Fight(campaign, cut, group)
+        fight = Fight(campaign, cut, group)
         try:
-            while not turns.over and one.goes_on():
+            while not turns.over and fight.goes_on():
                 time.sleep(TICK_S)
         finally:
-            one.close()
-            turns.give(cut, one.incidents)
+            fight.close()
+            turns.give(cut, fight.incidents)
 
 
 class Fight:
@@ -125,7 +125,7 @@ class Fight:
         return self._planned - len(self._campaign.remaining(self._cut))
 
     def goes_on(self) -> bool:
-        """Look after it; False once it is closed."""
+        """Check the job; return False once it is closed."""
         try:
             if self._watcher.tick():
                 return True
@@ -143,13 +143,13 @@ class Fight:
 def new_job(
     campaign: Campaign, cut: str, group: str, network: Namespaces | None
 ) -> tuple[Job, list[Planned]]:
-    """The next start of ttprun for a layout, and what is to happen in each of its generations."""
+    """Return the next start of ttprun for a layout, and the planned incident of each of its generations."""
     # One that was cut off while it was written would be taken for whole.
     shutil.rmtree(campaign.folder / cut / "index", ignore_errors=True)
     base = tracked_step(campaign.save(cut)) or 1
     planned: list[Planned] = []
-    for restart, one in enumerate(campaign.remaining(cut)[:ROUND]):
-        planned.append(one.at(base, restart))
+    for restart, incident in enumerate(campaign.remaining(cut)[:ROUND]):
+        planned.append(incident.at(base, restart))
         base = planned[-1].fault.step or base
     folder = campaign.folder / cut / f"job-{len(campaign.jobs(cut))}"
     job = _job(
@@ -160,7 +160,7 @@ def new_job(
         save=campaign.save(cut),
         save_interval=SAVE_INTERVAL,
         launcher=[*OPTIONS, *CUTS[cut].launcher, "--max-restarts", str(len(planned))],
-        faults=[fault for one in planned for fault in one.faults],
+        faults=[fault for struck in planned for fault in struck.faults],
         nodes=CUTS[cut].nodes,
         network=network,
         environment={cgroups.MEMORY: group} if group else {},
@@ -185,7 +185,7 @@ def _job(campaign: Campaign, cut: str, folder: Path, *, extra: Sequence[str] = (
 
 
 def reference(campaign: Campaign, cut: str, steps: int) -> Job:
-    """A run of the unmodified framework over at least so many steps; one that was made before will do."""
+    """Return a run of the unmodified framework over at least so many steps; an earlier run is reused."""
     steps += -steps % 50
     job = _job(
         campaign,
@@ -194,31 +194,31 @@ def reference(campaign: Campaign, cut: str, steps: int) -> Job:
         adaptor=False,
         extra=["--exit-interval", str(steps)],
     )
-    done = job.folder / "done"
-    if not done.exists():
+    marker = job.folder / "done"
+    if not marker.exists():
         shutil.rmtree(job.folder, ignore_errors=True)
         print(f"reference of {cut}: {steps} steps of the unmodified framework", flush=True)
         with job:
             code = job.wait(3600.0)
         if code != 0:
             raise JobError(f"the reference ended with exit code {code}: see {job.log}")
-        done.touch()
+        marker.touch()
     return job
 
 
 def check_records(campaign: Campaign) -> tuple[dict[str, int], list[str]]:
-    """By layout: how many records are bit for bit those of the reference, and all that is wrong."""
+    """Return, by layout, the number of records that equal the reference's bit for bit, and all problems."""
     equal: dict[str, int] = {}
     problems = []
     for cut in CUTS:
         jobs = [_job(campaign, cut, path, adaptor=True) for path in campaign.jobs(cut)]
-        steps = [line["iteration"] for job in jobs for found in job.records().values() for line in found]
+        steps = [line["iteration"] for job in jobs for lines in job.records().values() for line in lines]
         if steps:
             saved = [
                 report["step"] for job in jobs for report in job.incidents() if report["step"] is not None
             ]
-            equal[cut], found = compare(reference(campaign, cut, max(steps)), jobs, saved)
-            problems += [f"{cut}: {problem}" for problem in found]
+            equal[cut], differences = compare(reference(campaign, cut, max(steps)), jobs, saved)
+            problems += [f"{cut}: {problem}" for problem in differences]
     return equal, problems
 
 
@@ -240,15 +240,15 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=3, help="starts of ttprun in a row without an incident")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
-    words = [f"--incidents {options.incidents} --seed {options.seed} --second {options.second:g}"]
-    words += [f"--kinds {' '.join(options.kinds)}"] if options.kinds else []
-    words += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != layouts else []
-    settings = " ".join(words)
+    option_texts = [f"--incidents {options.incidents} --seed {options.seed} --second {options.second:g}"]
+    option_texts += [f"--kinds {' '.join(options.kinds)}"] if options.kinds else []
+    option_texts += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != layouts else []
+    settings = " ".join(option_texts)
     benchmark = Benchmark("campaign", {"settings": settings})
     planned = list(
         schedule(options.seed, options.incidents, options.kinds or usual, options.layouts, options.second)
     )
-    if any(one.kind == "cut" for one in planned) and not namespaces.permitted():
+    if any(incident.kind == "cut" for incident in planned) and not namespaces.permitted():
         raise JobError(
             "the kind `cut` needs network namespaces, which this user may not make here: name the --kinds, "
             "without it"
@@ -265,14 +265,14 @@ def main() -> None:
     incidents = campaign.incidents
     count = {outcome: sum(incident.outcome == outcome for incident in incidents) for outcome in OUTCOMES}
     problems += [f"{incident.fault}: {problem}" for incident in incidents for problem in incident.problems]
-    minutes, each = campaign.seconds / 60, campaign.seconds / max(1, len(incidents))
+    minutes, each_s = campaign.seconds / 60, campaign.seconds / max(1, len(incidents))
     starts = sum(len(campaign.jobs(cut)) for cut in CUTS)
     summary = [
         f"{len(incidents)} of {options.incidents} incidents: "
         + ", ".join(f"{number} {outcome}" for outcome, number in count.items())
         + f"; a second fault struck in {sum(incident.second is not None for incident in incidents)} of them.",
         f"{sum(equal.values())} records (loss, grad norm) are bit for bit those of the unmodified framework.",
-        f"{minutes:.0f} minutes, {each:.1f} s per incident with its restart; starts of ttprun: {starts}.",
+        f"{minutes:.0f} minutes, {each_s:.1f} s per incident with its restart; starts of ttprun: {starts}.",
     ]
     summary += [f"PROBLEM: {problem}" for problem in problems]
     tables = [

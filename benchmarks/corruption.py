@@ -6,16 +6,16 @@ incident of the step names or suspects the rank. A flip is undone if every loss 
 rank equals, bit for bit, the values of a job without flips; the comparison also shows that the check gives no
 false alarm. Flips of an update run with TTP_LOCAL_COPY, to undo the update.
 
-With `--at-doors N` N changes of one or many bits are made in each layout at the doors of one job, of state at
-rest, of the result of an update, of gradients, weights, and of what a load or a save has. Each change is made
-in the memory of the training job; the rank's own checksums are taken again, and what the product decides from
-the checksums of all ranks is noted; then the bits are put back. A change in a step without a comparison is
+With `--at-doors N` each layout gets N changes of one or many bits at the doors of one job: of state at rest,
+of the result of an update, of gradients, weights, and of the content of a load or a save. Each change is made
+in the memory of the training job; the rank's own checksums are taken again, and the product's decision from
+the checksums of all ranks is noted; then the bits are restored. A change in a step without a comparison is
 made in a copy of the shards, which makes one to three updates before its checksums are taken. As many changes
-are made of activations and gradients while ranks repeat a micro-batch (TTP_REPLAY_EVERY), where a layout
-has two replicas of the model. The job must go on bitwise like the job
-without changes, whose `--steps` steps are compared, too. With `--at-doors 0` nothing is changed: a job of the
-smallest model compares its holders in each of `--steps` steps, and must give no alarm, and in its first 2,000
-steps the same losses and norms, bit for bit, as the framework without the adaptor.
+are made of activations and gradients while ranks repeat a micro-batch (TTP_REPLAY_EVERY), in layouts with two
+replicas of the model. The job must continue bitwise like the job without changes, whose `--steps` steps are
+also compared. With `--at-doors 0` nothing is changed: a job of the smallest model compares its holders in
+each of `--steps` steps, and must give no alarm, and in its first 2,000 steps the same losses and norms, bit
+for bit, as the framework without the adaptor.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Flip:
 
 
 def draw(layout: Layout, kinds: list[str], count: int, seed: int, skipped: Collection[int]) -> list[Flip]:
-    """Return `count` flips, one every other step; kinds take turns.
+    """Return `count` flips, in every other step; kinds take turns.
 
     Args:
         skipped: steps without an update (fp16): no flip strikes there, just before, or just after.
@@ -172,8 +172,8 @@ def judge(result: Ended, flips: list[Flip]) -> dict[Flip, str]:
     for flip in flips:
         # In fp32 a weight may be a main param, too, which has changed since the step before.
         steps = [flip.step, flip.step - 1] if flip.kind == "weight" else [flip.step]
-        found = [incidents[step] for step in steps if step in incidents]
-        is_corruption, is_suspected, ranks = found[0] if found else (False, False, [])
+        judged = [incidents[step] for step in steps if step in incidents]
+        is_corruption, is_suspected, ranks = judged[0] if judged else (False, False, [])
         if not is_corruption:
             verdicts[flip] = "missed"
         elif is_suspected:
@@ -208,14 +208,14 @@ def at_doors(layout: Layout, count: int, steps: int, seed: int) -> tuple[Answers
             environment={INJECTIONS: f"{of_a_rank}:{seed}-{layout.name}:{file}"},
         )
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for ended in (quiet, changed):
-        assert not re.search("is corrupt|no step is verified", ended.log), ended.said
+    for result in (quiet, changed):
+        assert not re.search("is corrupt|no step is verified", result.log), result.said
     assert lines or not count, changed.said
     expected = {key: value for key, value in figures(quiet).items() if key[1] <= _DOORS + 1}
     assert figures(changed) == expected, f"{layout.name}: not bitwise"
     answers: Answers = Counter()
-    for _, kind, pattern, dtype, later, verdict, number in lines:
-        answers[kind, pattern, dtype, later, verdict] += number
+    for _, kind, pattern, dtype, steps_later, verdict, number in lines:
+        answers[kind, pattern, dtype, steps_later, verdict] += number
     return answers, steps - 1
 
 
@@ -238,10 +238,10 @@ def undisturbed(layout: Layout, steps: int, seed: int) -> int:
         )
     assert plain.code == 0, plain.log[-3000:]
     assert not re.search("is corrupt|no step is verified", checked.log), checked.said
-    expected, found = figures(plain), figures(checked)
-    assert len(found) == steps * layout.processes
+    expected, actual = figures(plain), figures(checked)
+    assert len(actual) == steps * layout.processes
     assert len(expected) == min(steps, _COMPARED) * layout.processes
-    assert found == found | expected, f"{layout.name}: not bitwise"
+    assert actual == actual | expected, f"{layout.name}: not bitwise"
     return steps - 1
 
 
@@ -263,10 +263,10 @@ def write_doors(parsed: argparse.Namespace, benchmark: Benchmark) -> None:
     quiet_steps: Counter[str] = Counter()
     for name, quiet, lines in runs:
         quiet_steps[name] += quiet
-        for kind, pattern, words, later, verdict, number in lines:
-            for counted in (of_kinds[kind.removesuffix(UNVERIFIED), name], of_patterns[pattern, words]):
+        for kind, pattern, elements, steps_later, verdict, number in lines:
+            for counted in (of_kinds[kind.removesuffix(UNVERIFIED), name], of_patterns[pattern, elements]):
                 counted[verdict] += number
-                counted[_FOUND[later]] += number if verdict in _VERDICTS[:3] else 0
+                counted[_FOUND[steps_later]] += number if verdict in _VERDICTS[:3] else 0
 
     def rows(counts: Mapping[tuple[str, str], Counter[str]]) -> list[list[str]]:
         return [

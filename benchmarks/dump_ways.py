@@ -1,11 +1,11 @@
-"""Two holders write 1 GB of state in place, against one that gathers and writes it, and against `dd`:
-`python benchmarks/dump_ways.py`.
+"""Two holders write 1 GB of state in place, against a single gathering writer, and against `dd`: `python
+benchmarks/dump_ways.py`.
 
-Two processes, each with half of the state of an optimizer, from the order to write until all is on disk, in
-turn with `dd conv=fsync` of as many bytes by two processes: once of zeros, a file each, which is the least
-that a disk is asked for; once of what they have in memory, into one file, which is what a dump does. Seconds,
-and seconds of CPU time of all processes together, which depend less on what else the machine does. `--parts`
-measures instead what a holder does with each byte: CPU seconds of one process for each GB, part by part.
+Two processes, each with half of the state of an optimizer, from the order to write until all bytes are on
+disk, in turn with `dd conv=fsync` of as many bytes by two processes: once of zeros, a file each, which is the
+minimum for the disk; once from their memory into one file, as in a dump. Seconds of wall time, and seconds of
+CPU time of all processes, which depend less on other load. `--parts` measures the work of a holder per byte
+instead: CPU seconds of one process for each GB, part by part.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def dd(size: int, folder: Path, number: int) -> None:
 
 
 def write_from_memory(ranks: list[Rank], size: int, folder: Path, number: int) -> None:
-    """Do what `dd bs=1M conv=fsync,notrunc` does, from the tensors of the rank into its part of one file."""
-    own = size // RANKS >> 20 << 20
+    """Write as `dd bs=1M conv=fsync,notrunc` does, from the tensors of the rank into its part of one file."""
+    part_size = size // RANKS >> 20 << 20
     (state,) = ranks[number].states.values()
     views = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in state.values()]
     descriptor = os.open(folder / "file", os.O_WRONLY | os.O_CREAT, 0o600)
-    place, end = number * own, (number + 1) * own
+    place, end = number * part_size, (number + 1) * part_size
     for view in itertools.cycle(views):  # the weights, which are made of them, are a sixth more
         for begin in range(0, len(view), 1 << 20):
             place += os.pwrite(descriptor, view[begin : min(begin + (1 << 20), begin + end - place)], place)
@@ -78,33 +78,35 @@ def write_from_memory(ranks: list[Rank], size: int, folder: Path, number: int) -
 
 
 def measured(work: Callable[[int], None]) -> tuple[float, float]:
-    """Return seconds, and CPU seconds of all, in which processes that are there already do their `work`."""
+    """Return seconds, and CPU seconds of all processes, in which waiting processes do their `work`."""
     order, begin = os.pipe()
-    reports, told = os.pipe()
-    pids = [forked(work, number, order, begin, told) for number in range(RANKS)]
+    reports, report_end = os.pipe()
+    pids = [forked(work, number, order, begin, report_end) for number in range(RANKS)]
     os.close(order)
-    os.close(told)
+    os.close(report_end)
     began = time.perf_counter()
     os.close(begin)
-    found = [os.read(reports, _REPORT.size) for _ in pids]
-    ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    raw_reports = [os.read(reports, _REPORT.size) for _ in pids]
+    exit_codes = [os.waitpid(pid, 0)[1] for pid in pids]
     os.close(reports)
-    if any(ended):
-        raise JobError(f"the processes have ended with {ended}")
-    ends, cpu = zip(*map(_REPORT.unpack, found), strict=True)
+    if any(exit_codes):
+        raise JobError(f"the processes have ended with {exit_codes}")
+    ends, cpu = zip(*map(_REPORT.unpack, raw_reports), strict=True)
     return max(ends) - began, sum(cpu)
 
 
-def forked(work: Callable[[int], None], number: int, order: int, begin: int, told: int) -> int:
-    """Make a process that waits until nobody holds `begin`, does its work and tells when it ended."""
+def forked(work: Callable[[int], None], number: int, order: int, begin: int, report_end: int) -> int:
+    """Fork a process that waits until all ends of `begin` are closed, does its work and reports the end
+    time.
+    """
     if pid := os.fork():
         return pid
     try:
         os.close(begin)
         os.read(order, 1)
-        before = sum(os.times()[:4])
+        cpu_before = sum(os.times()[:4])
         work(number)
-        os.write(told, _REPORT.pack(time.perf_counter(), sum(os.times()[:4]) - before))
+        os.write(report_end, _REPORT.pack(time.perf_counter(), sum(os.times()[:4]) - cpu_before))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -112,7 +114,7 @@ def forked(work: Callable[[int], None], number: int, order: int, begin: int, tol
 
 
 def parts(folder: Path) -> dict[str, Callable[[], None]]:
-    """What one process does with `_PART` bytes in memory, by name."""
+    """Return the operations of one process on `_PART` bytes in memory, by name."""
     state = torch.randn(_PART // 4)
     path, data = folder / "file", memoryview(state.view(torch.uint8).numpy())
     blocks = [data[begin : begin + BLOCK] for begin in range(0, _PART, BLOCK)]
@@ -158,15 +160,17 @@ def parts(folder: Path) -> dict[str, Callable[[], None]]:
 
 
 def measure_parts(folder: Path, repeats: int, benchmark: Benchmark) -> None:
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for number in range(repeats + 1):
         for name, act in parts(folder).items():
-            before = sum(os.times()[:4])
+            cpu_before = sum(os.times()[:4])
             act()
             if number:  # the first round warms up
-                found.setdefault(name, []).append((sum(os.times()[:4]) - before) / (_PART / 1e9))
-    rows = [[name, f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"] for name, v in found.items()]
-    benchmark.finish(table(["part", "CPU s for each GB"], rows), {"parts": found})
+                figures.setdefault(name, []).append((sum(os.times()[:4]) - cpu_before) / (_PART / 1e9))
+    rows = [
+        [name, f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"] for name, v in figures.items()
+    ]
+    benchmark.finish(table(["part", "CPU s for each GB"], rows), {"parts": figures})
 
 
 def main() -> None:
@@ -175,13 +179,13 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=75, help="in millions; each has 14 bytes in the files")
     parser.add_argument("--not-gathered", action="store_true", help="leave that way out, which takes longest")
     parser.add_argument("--parts", action="store_true", help="what a holder does with each byte, instead")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    numel = given.params * 1_000_000 // 256 * 256
-    benchmark = Benchmark("dump_ways", {"repeats": given.repeats, "bytes": 14 * numel})
+    numel = options.params * 1_000_000 // 256 * 256
+    benchmark = Benchmark("dump_ways", {"repeats": options.repeats, "bytes": 14 * numel})
     root = new_folder("dump_ways")
-    if given.parts:
-        measure_parts(root, given.repeats, benchmark)
+    if options.parts:
+        measure_parts(root, options.repeats, benchmark)
         shutil.rmtree(root)
         return
     ranks = [half(number, RANKS, numel) for number in range(RANKS)]
@@ -191,25 +195,28 @@ def main() -> None:
         _ZEROS: functools.partial(dd, 14 * numel),
         _ONE_FILE: functools.partial(write_from_memory, ranks, 14 * numel),
     }
-    if given.not_gathered:
+    if options.not_gathered:
         del ways["gathered"]
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for number in range(given.repeats + 1):
+    figures: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for number in range(options.repeats + 1):
         for way, act in list(ways.items())[:: 1 if number % 2 else -1]:
             folder = root / "iter_0000012_tmp"
             folder.mkdir()
-            one = measured(functools.partial(act, folder))
+            seconds_pair = measured(functools.partial(act, folder))
             shutil.rmtree(folder)
             if number:  # the first round warms up
-                found[way].append(one)
+                figures[way].append(seconds_pair)
     shutil.rmtree(root)
     rows: list[list[str]] = []
     findings: dict[str, Any] = {}
-    for way, pairs in found.items():
+    for way, pairs in figures.items():
         seconds, cpu = ([pair[place] for pair in pairs] for place in (0, 1))
         ratios = [
-            statistics.median(ours[0] / theirs[0] for ours, theirs in zip(pairs, found[other], strict=True))
-            for other in (_ZEROS, _ONE_FILE)
+            statistics.median(
+                own_pair[0] / other_pair[0]
+                for own_pair, other_pair in zip(pairs, figures[other_way], strict=True)
+            )
+            for other_way in (_ZEROS, _ONE_FILE)
         ]
         cells = [f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in (seconds, cpu)]
         rows.append([way, *cells, *map("{:.2f}".format, ratios)])

@@ -1,8 +1,8 @@
 """CPU time of a copy in host memory (TTP_HOST_COPY), beside the training: `python benchmarks/host_copy.py`.
 
-One process copies the state of Adam as a worker does, and hashes it: CPU seconds for each GB, the time that
-the thread of the copier takes from others. On a machine with a core to spare the training does not wait for
-it, unless its step is shorter than the copy. Under load wall time would say nothing; CPU time does.
+One process copies the state of Adam as a worker does, and hashes the copy: CPU seconds for each GB, the time
+that the copier's thread takes from others. With a core to spare the training waits only if its step is
+shorter than the copy. Under load wall time would say nothing; CPU time does.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ def main() -> None:
     copied: list[float] = []
     hashed: list[float] = []
     for run in range(options.runs + 1):
-        begun = time.process_time()
+        start = time.process_time()
         size = content.write(trainee, record, content.take_extra(trainee), room, lambda: False)  # type: ignore[arg-type]
         written = time.process_time()
         file.digest(size)
         if run:  # the first takes the memory
-            copied.append((written - begun) / size * 1e9)
+            copied.append((written - start) / size * 1e9)
             hashed.append((time.process_time() - written) / size * 1e9)
-    whole = [sum(pair) for pair in zip(copied, hashed, strict=True)]
+    total = [sum(pair) for pair in zip(copied, hashed, strict=True)]
     rows = [
         [name, f"{spread(values)['median']:.3f}", f"{min(values):.3f} to {max(values):.3f}"]
-        for name, values in (("copy", copied), ("checksum", hashed), ("both", whole))
+        for name, values in (("copy", copied), ("checksum", hashed), ("both", total))
     ]
     benchmark.finish(
         table(["CPU seconds for each GB", "median", "range"], rows),
-        {"copy": spread(copied), "checksum": spread(hashed), "both": spread(whole)},
+        {"copy": spread(copied), "checksum": spread(hashed), "both": spread(total)},
     )
 
 

@@ -1,9 +1,9 @@
-"""How long from a fault until the survivors begin to save: `python benchmarks/latency.py`.
+"""Time from a fault until the survivors begin to save: `python benchmarks/latency.py`.
 
-One job per kind of fault, one fault in every generation of its workers, each in another phase of the step.
-The faulty process itself takes the time, right before it dies or raises. `ordered` is when the controller
-orders the first survivor to save; `saving` is when the last of those that give or write something has begun
-to, taken in the survivors: this is the figure.
+A job per kind of fault, with a fault in every generation of its workers, each in another phase of the step.
+The faulty process itself notes the time, right before its death or exception. `ordered` is the time of the
+first order to save; `saving` is the time at which the last survivor begins to send or write, measured in the
+survivors: the figure of this benchmark.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _START_S = 120.0
 
 
 def schedule(kind: str, repeats: int, source: random.Random) -> list[Fault]:
-    """One fault for each start of the workers: each makes at least two steps before the next."""
+    """Return a fault for each start of the workers, at least two steps after the start."""
     name, ranks = KINDS[kind]
     phases = [PHASES[number % len(PHASES)] for number in range(repeats)]
     source.shuffle(phases)
@@ -47,7 +47,7 @@ def stages(
 ) -> dict[str, float]:
     """Seconds from a fault to each stage of its incident."""
     published = first(incident, "published")
-    begun = [
+    saving_times = [
         line["began"]
         for line in watched
         if line["what"] == "dump" and stamp["time"] < line["began"] < published
@@ -56,7 +56,7 @@ def stages(
         "noticed": first(incident, "fault-noticed"),
         "frozen": last(incident, "frozen"),
         "ordered": first(incident, "dump-ordered"),
-        "saving": max(begun),
+        "saving": max(saving_times),
         "published": published,
     }
     return {stage: moment - stamp["time"] for stage, moment in times.items()}
@@ -98,25 +98,25 @@ def main() -> None:
     benchmark = Benchmark("latency", {"repeats": options.repeats, "seed": options.seed})
     source = random.Random(options.seed)
     folder = new_folder("latency")
-    found = {}
+    figures = {}
     for number, kind in enumerate(options.kinds):
         print(f"{kind}: {options.repeats} faults", flush=True)
-        found[kind] = measure(folder / str(number), kind, schedule(kind, options.repeats, source))
+        figures[kind] = measure(folder / str(number), kind, schedule(kind, options.repeats, source))
     shutil.rmtree(folder)
 
     rows, findings = [], {}
-    for kind, one in found.items():
-        whole = {stage: spread([line[stage] for line in one]) for stage in STAGES}
-        median = whole["saving"]["median"]
+    for kind, incidents in figures.items():
+        times = {stage: spread([line[stage] for line in incidents]) for stage in STAGES}
+        median = times["saving"]["median"]
         verdict = "reached" if median <= TARGET_S else "MISSED"
         rows.append(
             [
                 kind,
-                *(f"{1000 * whole[s]['median']:.0f} / {1000 * whole[s]['max']:.0f}" for s in STAGES),
+                *(f"{1000 * times[s]['median']:.0f} / {1000 * times[s]['max']:.0f}" for s in STAGES),
                 verdict,
             ]
         )
-        findings[kind] = {"stages": whole, "incidents": one, "reached": median <= TARGET_S}
+        findings[kind] = {"stages": times, "incidents": incidents, "reached": median <= TARGET_S}
     benchmark.finish(
         table(["ms after the fault (median / max)", *STAGES, f"saving ≤ {1000 * TARGET_S:g} ms"], rows),
         {"kinds": findings, "target_s": TARGET_S},

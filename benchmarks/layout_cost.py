@@ -1,21 +1,20 @@
-"""What protection costs in each layout: memory, bytes sent, step time: `python benchmarks/layout_cost.py`.
+"""Cost of protection in each layout: memory, bytes sent, step time: `python benchmarks/layout_cost.py`.
 
-For each layout and replica the jobs of step_cost.py take turns, and besides the step time these are measured:
+For each layout and replica the jobs of step_cost.py take turns. Besides the step time:
 
-memory  of a rank, while it waits between two steps: the bytes of all its tensors, and all memory of its
-        process that is no file's
-bytes   on the loopback while a job makes a block of steps: all that gloo sends, with the headers. Where it
-        may, the benchmark moves into a network namespace of its own, so that nothing else is counted. What
-        `split` sends between the optimizer instances is counted in the calls besides
+memory  of a rank between two steps: the bytes of all tensors, and all memory of the process without a file
+bytes   on the loopback during a block of steps: all traffic of gloo, with the headers. If permitted, the
+        benchmark moves into its own network namespace, so that other traffic is not counted. The bytes that
+        `split` sends between the optimizer instances are also counted in the calls
 
-The counterpart of a job is the unmodified framework: with `split` with its own two optimizer instances, else
-with one. Step times are against it, memory and bytes also against one instance. In brackets is what the table
-of the design says: for N parameters on d ranks 12·N/d bytes of memory, and 8·N/d bytes to send with `split`;
-with `mirror` 4·N/d bytes more memory, and as many to send; with TTP_LOCAL_COPY 12 bytes for each parameter
-that a rank updates.
+The counterpart of a job is the unmodified framework: for `split` with two optimizer instances of its own,
+else with one instance. Step times are compared with the counterpart, memory and bytes also with one instance.
+In brackets are the values of the design's table: for N parameters on d ranks 12·N/d bytes of memory, and
+8·N/d bytes to send with `split`; with `mirror` 4·N/d bytes more memory, and as many to send; with
+TTP_LOCAL_COPY 12 bytes for each parameter that a rank updates.
 
-With `--only` the rows of the other layouts are those of an earlier run, if there was one. Without names after
-it nothing is run, and the rows that there are are written.
+With `--only` the other layouts keep the rows of an earlier run. `--only` without names runs nothing and
+writes the existing rows.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured: a layout as it asks for its replica."""
+    """A row of the table: a layout with its setting for the replica."""
 
     family: str
     layout: Layout
@@ -77,14 +76,14 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All of them; of each layout first those whose counterpart has one optimizer instance."""
-    found = []
+    """Return all rows; for each layout first those whose counterpart has one optimizer instance."""
+    all_rows = []
     for layout in LAYOUTS:
         for replica, cut in sorted(replicas(layout)):
-            found.append(Row(layout.name, cut, replica))
+            all_rows.append(Row(layout.name, cut, replica))
             if layout is MAIN:
-                found.append(Row(layout.name, cut, replica, copies=True))
-    return found
+                all_rows.append(Row(layout.name, cut, replica, copies=True))
+    return all_rows
 
 
 def alone_on_the_network() -> bool:
@@ -102,40 +101,40 @@ def _busy() -> float:
         _, _, _, _, idle, iowait, *_ = Path("/proc/stat").read_text().split()
         return int(idle) + int(iowait)
 
-    before, began = idle(), time.monotonic()
+    idle_before, began = idle(), time.monotonic()
     time.sleep(1.0)
-    free = (idle() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+    free = (idle() - idle_before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
     return max(0.0, (os.cpu_count() or 1) - free)
 
 
-def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Random) -> dict[str, Any]:
+def measure(row: Row, folder: Path, options: argparse.Namespace, source: random.Random) -> dict[str, Any]:
     """Run both jobs of a row; the figures of each, for a rank of the mean."""
     layout = row.layout
     cut = ("--tensor-model-parallel-size", str(layout.tp))
     race = Race(
-        given.pairs,
-        given.block,
+        options.pairs,
+        options.block,
         instances=2 if row.replica == "split" else 1,
         alike=True,
-        extra=[*model(given.layers, given.hidden, given.sequence), *cut, *layout.arguments],
+        extra=[*model(options.layers, options.hidden, options.sequence), *cut, *layout.arguments],
         environment={"TTP_REPLICA": layout.replica, "TTP_LOCAL_COPY": str(row.copies)},
         ranks=layout.processes,
         distributed=layout.distributed_optimizer,
         cost=True,
     )
-    others = _busy()
-    ended = one_start(folder, race, source)
-    ratios = [on / off for off, on in zip(ended["off"], ended["on"], strict=True)]
-    sent = ended["sent"]
-    arms = {arm: _figures(ended["watched"][arm], statistics.median(sent[arm]), layout) for arm in sent}
+    busy_share = _busy()
+    measured = one_start(folder, race, source)
+    ratios = [on / off for off, on in zip(measured["off"], measured["on"], strict=True)]
+    sent = measured["sent"]
+    arms = {arm: _figures(measured["watched"][arm], statistics.median(sent[arm]), layout) for arm in sent}
     return {
         **arms,
         "ratio": statistics.median(ratios),
-        "interval": interval(ratios, given.seed),
-        "milliseconds": 1000 * statistics.median(ended["off"]),
-        "compared": ended["compared"],
+        "interval": interval(ratios, options.seed),
+        "milliseconds": 1000 * statistics.median(measured["off"]),
+        "compared": measured["compared"],
         "sent": sent,
-        "others": others,
+        "others": busy_share,
         "at": time.strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -152,31 +151,33 @@ def _figures(watched: list[dict[str, Any]], sent: float, layout: Layout) -> dict
 
 
 def by_design(row: Row, shard: float) -> tuple[float, float]:
-    """What the table says: more memory and more bytes to send, for parameters divided among d ranks."""
+    """Return the design's values: more memory and more bytes to send, for parameters divided among d
+    ranks.
+    """
     memory = {"split": 12 * shard, "mirror": 16 * shard, "none": 0.0}[row.replica]
     # With either replica a rank updates two shards: one that is twice as long, or its neighbour's, too.
     memory += 24 * shard if row.copies else 0.0
     return memory, {"split": 8 * shard, "mirror": 4 * shard, "none": 0.0}[row.replica]
 
 
-def line(row: Row, found: Mapping[str, Any], one: Mapping[str, Any]) -> list[str]:
-    """A line of the table; `one` has the figures of the framework with one optimizer instance."""
-    on, off = found["on"], found["off"]
+def line(row: Row, figures: Mapping[str, Any], single: Mapping[str, Any]) -> list[str]:
+    """Return a line of the table; `single` has the figures of the framework with one optimizer instance."""
+    on, off = figures["on"], figures["off"]
     memory, copies = by_design(row, on["shard"])
     # The counterpart of split sends it, too.
     sent = on["between"] if row.replica == "split" else on["sent"] - off["sent"]
-    low, high = found["interval"]
+    low, high = figures["interval"]
     return [
         row.name,
-        f"{_mb(on['tensors'] - one['tensors'])} ({_mb(memory)})",
-        _mb(on["anonymous"] - one["anonymous"]),
+        f"{_mb(on['tensors'] - single['tensors'])} ({_mb(memory)})",
+        _mb(on["anonymous"] - single["anonymous"]),
         _mb(on["anonymous"] - off["anonymous"]),
-        f"{_mb(one['sent'])} → {_mb(on['sent'])}",
+        f"{_mb(single['sent'])} → {_mb(on['sent'])}",
         f"{_mb(sent)} ({_mb(copies)})",
         _mb(on["sent"] - off["sent"]),
-        f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})",
-        f"{found['milliseconds']:.0f}",
-        f"{found['others']:.1f}",
+        f"{figures['ratio']:.3f} ({low:.3f} to {high:.3f})",
+        f"{figures['milliseconds']:.0f}",
+        f"{figures['others']:.1f}",
     ]
 
 
@@ -184,10 +185,10 @@ def _mb(count: float) -> str:
     return f"{round(count / 1e6, 2) + 0.0:.2f}"  # no negative zero
 
 
-def missed(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a target that was missed means, by what was measured of these rows."""
-    steps = [one["milliseconds"] for one in found]
-    added = [one["milliseconds"] * (one["ratio"] - 1) for one in found]
+def missed(rows_missed: Sequence[Mapping[str, Any]]) -> str:
+    """Return the explanation of a missed target from the figures of its rows."""
+    steps = [figures["milliseconds"] for figures in rows_missed]
+    added = [figures["milliseconds"] * (figures["ratio"] - 1) for figures in rows_missed]
     return MISSED.format(
         ranks=MAIN.processes,
         cores=os.cpu_count(),
@@ -235,42 +236,45 @@ def main() -> None:
         counted = "of the whole machine, which has other traffic (no network namespace may be made here)"
     os.environ["WHY_SOCKET_IFNAME"] = "lo"
     kept = OUT / "layout_cost.json"
-    before = json.loads(kept.read_text()) if kept.exists() else {}
-    found: dict[str, Any] = before["rows"] if before.get("settings") == settings else {}
+    earlier = json.loads(kept.read_text()) if kept.exists() else {}
+    figures: dict[str, Any] = earlier["rows"] if earlier.get("settings") == settings else {}
     source = random.Random(options.seed)
     folder = new_folder("layout_cost")
     for number, row in enumerate(rows()):
         if row.family in options.only:
             print(row.name, flush=True)
-            found[row.name] = measure(row, folder / str(number), options, source)
+            figures[row.name] = measure(row, folder / str(number), options, source)
     shutil.rmtree(folder)
 
-    known = [row for row in rows() if row.name in found]
+    measured_rows = [row for row in rows() if row.name in figures]
     # The counterpart of `mirror`, and of what needs no replicas, has one instance.
-    ones = {row.family: found[row.name]["off"] for row in known if row.replica != "split"}
+    single_figures = {row.family: figures[row.name]["off"] for row in measured_rows if row.replica != "split"}
     lines = [
-        line(row, found[row.name], ones[row.family] if row.replica == "split" else found[row.name]["off"])
-        for row in known
+        line(
+            row,
+            figures[row.name],
+            single_figures[row.family] if row.replica == "split" else figures[row.name]["off"],
+        )
+        for row in measured_rows
     ]
     text = table(HEAD, lines)
     text += f"\n\nBytes are counted on the loopback {counted}. {WHY}\n"
-    for row in known:
+    for row in measured_rows:
         target = TARGETS.get(row.replica)
         if row.family == MAIN.name and not row.copies and target:
-            ratio = found[row.name]["ratio"]
+            ratio = figures[row.name]["ratio"]
             verdict = "reached" if ratio <= target else "MISSED"
             text += f"\n- {row.name}: step time {ratio:.3f} ×, target at most {target:g} ×: {verdict}"
-    compared = sum(found[row.name]["compared"] for row in known)
+    compared = sum(figures[row.name]["compared"] for row in measured_rows)
     if "MISSED" in text:
-        text += (
-            f"\n- {missed([found[row.name] for row in known if row.family == MAIN.name and not row.copies])}"
-        )
+        main_rows = [row for row in measured_rows if row.family == MAIN.name and not row.copies]
+        text += f"\n- {missed([figures[row.name] for row in main_rows])}"
     text += f"\n- losses and grad norms: {compared} compared, all equal, bit for bit"
-    benchmark.finish(text, {"rows": found, "counted": counted})
+    benchmark.finish(text, {"rows": figures, "counted": counted})
     if options.write:
         command = f"    python benchmarks/layout_cost.py --pairs {options.pairs} --write {options.write}"
-        when = " and ".join(sorted({found[row.name]["at"][:10] for row in known}))
-        write_section(options.write, SECTION, f"{command}\n\nOn {benchmark.where}, {when}.\n\n{text}")
+        days = " and ".join(sorted({figures[row.name]["at"][:10] for row in measured_rows}))
+        write_section(options.write, SECTION, f"{command}\n\nOn {benchmark.where}, {days}.\n\n{text}")
 
 
 if __name__ == "__main__":

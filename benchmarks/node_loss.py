@@ -1,12 +1,12 @@
-"""How long from the loss of a node to the next finished step: `python benchmarks/node_loss.py`.
+"""Time from the loss of a node to the next finished step: `python benchmarks/node_loss.py`.
 
-Two nodes, or more (`--nodes`), and a spare node, in network namespaces of this machine (root, or a user who
-may make them). `ttprun` of node 1, or of node 0 (`--node 0`), is killed in a phase of a step that is drawn,
-and its workers with it; or the node is cut off from all others, and lives on (`--cut`).
-Three ways in turns: the spare node takes the place online, with processes that have imported what workers
-have, and without; and all start again with the spare node in that place. The time is that of the dying node
-itself; a step is finished when every rank has. All losses and grad norms of each job, and the checkpoint at
-its end, are compared bit for bit with those of a run of the unmodified framework without faults.
+Two or more nodes (`--nodes`) and a spare node, in network namespaces of this machine (root, or a user with
+that permission). `ttprun` of node 1, or of node 0 (`--node 0`), is killed with its workers in a drawn phase
+of a step; or the node is cut off from the others and lives on (`--cut`). Three ways take turns: the spare
+node takes the place online, with processes that have imported the workers' modules, and without; and all
+ranks restart with the spare node. The time starts on the dying node; a step is finished when every rank has
+finished. All losses and grad norms of each job, and its last checkpoint, are compared bit for bit with those
+of the unmodified framework without faults.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS = {"dp4": DP4, "tp2-dp2": TP2_DP2, "dp2-mirror": DP2_MIRROR, "moe-dp4-ep
 
 @dataclass(frozen=True)
 class Way:
-    """What becomes of a lost node; `target_s` of the median, None: what the others are compared with."""
+    """A way to recover from the loss of a node; `target_s` of the median, None: the way is the reference."""
 
     kind: str
     options: tuple[str, ...]
@@ -52,7 +52,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Loss:
-    """Where `node` is lost: of which layout, in which phase of which step."""
+    """The loss of `node`: the layout, and the phase of the step."""
 
     layout: str
     phase: str
@@ -63,7 +63,7 @@ class Loss:
 def measure(
     folder: Path, way: Way, loss: Loss, baseline: Baseline, nodes: int, *, cut: bool, tls: bool
 ) -> float:
-    """Run a job that loses a node; return the seconds from that to the next finished step."""
+    """Run a job that loses a node; return the seconds from the loss to the next finished step."""
     layout: Layout = LAYOUTS[loss.layout]
     rank = (loss.node + 1) * layout.processes // nodes - 1 if loss.node else 0
     kind = "cut" if cut else way.kind
@@ -93,16 +93,21 @@ def measure(
     steps = {*range(1, ITERATIONS + 1)} - {loss.step - 1, loss.step}
     outcome.assert_same_training(result, baseline.records, steps=steps)
     name = f"iter_{ITERATIONS:07d}"
-    found = differences(folder / "save" / name, baseline.checkpoints / name)
+    differing = differences(folder / "save" / name, baseline.checkpoints / name)
     if not is_online:  # the framework saves with which arguments it was started
-        found = [one for one in found if "/args./" not in one]
-    if found:
-        raise JobError(f"the checkpoint at the end differs: {found[:3]}")
+        differing = [line for line in differing if "/args./" not in line]
+    if differing:
+        raise JobError(f"the checkpoint at the end differs: {differing[:3]}")
     struck = result.stamps[0]["time"]
     # The other ranks may still finish the step that they are in, and never the next one.
-    done = {rank: [line for line in lines if line["time"] > struck] for rank, lines in result.records.items()}
+    lines_after = {
+        rank: [line for line in lines if line["time"] > struck] for rank, lines in result.records.items()
+    }
     return (
-        max(min(line["time"] for line in lines if line["iteration"] > loss.step) for lines in done.values())
+        max(
+            min(line["time"] for line in lines if line["iteration"] > loss.step)
+            for lines in lines_after.values()
+        )
         - struck
     )
 
@@ -129,7 +134,7 @@ def main() -> None:
     source = random.Random(options.seed)
     folder = new_folder("node_loss")
     baseline_of = scenario.baselines(keeping.KEPT)
-    found: dict[str, list[float]] = {name: [] for name in options.ways}
+    times_by_way: dict[str, list[float]] = {name: [] for name in options.ways}
     for number in range(options.rounds):
         name = options.layouts[number % len(options.layouts)]
         loss = Loss(name, source.choice(PHASES), source.choice(STEPS), options.node)
@@ -138,18 +143,18 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}, {loss}: {way}", flush=True)
             place = folder / f"{number}-{len(list(folder.iterdir()))}"
             cost = measure(place, WAYS[way], loss, baseline, options.nodes, cut=options.cut, tls=options.tls)
-            found[way].append(cost)
+            times_by_way[way].append(cost)
     shutil.rmtree(folder)
 
     rows: list[list[Any]] = []
-    for name, times in found.items():
+    for name, times in times_by_way.items():
         # A silent node is missed after 2 to 3 s, and the fault does not wait for warm processes.
-        there, target = spread(times), None if options.cut else WAYS[name].target_s
-        reached = "–" if target is None else "reached" if there["median"] <= target else "MISSED"
-        cell = f"{there['median']:.2f} ({there['min']:.2f} to {there['max']:.2f})"
+        measured, target = spread(times), None if options.cut else WAYS[name].target_s
+        reached = "–" if target is None else "reached" if measured["median"] <= target else "MISSED"
+        cell = f"{measured['median']:.2f} ({measured['min']:.2f} to {measured['max']:.2f})"
         rows.append([name, cell, len(times), "–" if target is None else f"≤ {target:g}: {reached}"])
     head = ["seconds from the loss to the next finished step, median (range)", "", "nodes lost", "target"]
-    benchmark.finish(table(head, rows), {"ways": found})
+    benchmark.finish(table(head, rows), {"ways": times_by_way})
 
 
 if __name__ == "__main__":

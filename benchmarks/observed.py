@@ -1,9 +1,9 @@
-"""What it costs to be observed: `python benchmarks/observed.py`.
+"""The cost of observation: `python benchmarks/observed.py`.
 
-"On" is a job that serves its page and metrics, which are scraped each second, and that sends notices; "off"
-is the same job without. Two figures: the step time, by two jobs that take turns as in step_cost.py (it is
-scraped in its turns only); and the seconds from a SIGKILL until the checkpoint of the newest finished step is
-published, by jobs in turns that are recovered online, with a spare process. Each notice must come, too.
+"On" is a job that serves its page and metrics to a scrape per second, and that sends notices; "off" is the
+same job without. Two figures: the step time of two jobs that take turns as in step_cost.py (scraped in its
+own turns only); and the seconds from a SIGKILL until the checkpoint of the newest finished step is published,
+in jobs that take turns and recover online, with a spare process. Every notice must arrive.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _START_S = 60.0
 
 
 class Observer:
-    """Scrapes a job each second, and has its notices written to a file.
+    """Scrapes a job each second, and lets the job write its notices to a file.
 
     Args:
-        folder: for the notices; it is made.
+        folder: the new folder of the notices.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,11 +107,11 @@ def step_ratios(folder: Path, starts: int, pairs: int, source: random.Random) ->
             return observer.turn() if arm == "on" else contextlib.nullcontext()
 
         with observer.scraping():
-            found = one_start(folder / str(number), race, source, beside)
+            measured = one_start(folder / str(number), race, source, beside)
         if not observer.scrapes:
             raise JobError("the job was never scraped")
         scrapes += observer.scrapes
-        ratios += [on / off for off, on in zip(found["off"], found["on"], strict=True)]
+        ratios += [on / off for off, on in zip(measured["off"], measured["on"], strict=True)]
     return ratios, scrapes
 
 
@@ -135,7 +135,10 @@ def published(folder: Path, count: int, source: random.Random, *, observed: bool
     # One of each incident, one when training goes on after it, one of the end.
     if observed and not (observer.scrapes and observer.notices == 2 * count + 1):
         raise JobError(f"{observer.scrapes} scrapes, {observer.notices} notices of {2 * count + 1}")
-    return [first(one, "published") - stamp["time"] for stamp, one in zip(struck, incidents, strict=True)]
+    return [
+        first(incident, "published") - stamp["time"]
+        for stamp, incident in zip(struck, incidents, strict=True)
+    ]
 
 
 def ratio_of_medians(times: Mapping[str, Sequence[float]], seed: int) -> tuple[float, float, float]:

@@ -1,12 +1,14 @@
-"""Random faults with online recovery armed; `--write benchmarks/results/campaigns.md` writes a section there.
+"""Random faults with online recovery armed; `--write benchmarks/results/campaigns.md` writes a section of
+that page.
 
-Jobs of many layouts train under `ttprun --ttp-online 60`. Each is hit by several faults, one after another:
-of a random kind, on a random rank, in a random phase of a random step; some of them are followed by a second
-one, in the recovery that the first has begun, in a survivor or in the new process. Every job has to come to
-its last step, every loss and grad norm of every rank has to be bit for bit that of the unmodified framework
-under plain torchrun, and so has the checkpoint at its end; nothing of it may run on.
+Jobs of many layouts train under `ttprun --ttp-online 60`. Each job gets several faults, one after another: of
+a random kind, on a random rank, in a random phase of a random step; some are followed by a second fault in
+the same recovery, in a survivor or in the new process. Every job must reach its last step, every loss and
+grad norm of every rank and the last checkpoint must equal those of the unmodified framework under plain
+torchrun, bit for bit; no process of the job may remain.
 
-It can be interrupted and started again with the same settings: jobs that are done are not run again.
+An interrupted campaign continues when it is started again with the same settings: finished jobs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ RESTARTS = 8
 
 
 def make_job(folder: Path, cut: str, index: Path, *, adaptor: bool, **settings: Any) -> Job:
-    """A job of a layout; without the adaptor it is that of the undisturbed run."""
+    """Return a job of a layout; without the adaptor, the undisturbed run."""
     layout, library = ALL[cut].layout, ALL[cut].library
     return Job(
         folder,
@@ -82,20 +84,20 @@ def make_job(folder: Path, cut: str, index: Path, *, adaptor: bool, **settings: 
 
 
 def reference(folder: Path, cut: str) -> Job:
-    """The undisturbed run of a layout by the unmodified framework; one that was made before will do."""
+    """Return the undisturbed run of a layout by the unmodified framework; an earlier run is reused."""
     job = make_job(folder / cut / "reference", cut, folder / cut / "index", adaptor=False)
-    done = job.folder / "done"
-    if not done.exists():
+    marker = job.folder / "done"
+    if not marker.exists():
         shutil.rmtree(job.folder, ignore_errors=True)
         with job:
             if job.wait(1800.0) != 0:
                 raise JobError(f"the undisturbed run failed: see {job.log}")
-        done.touch()
+        marker.touch()
     return job
 
 
 def fight(folder: Path, drawn: Drawn, online_s: int) -> dict[str, Any]:
-    """Run one job, or read what became of it; `incidents` and `problems`."""
+    """Run one job, or read the result of an earlier run; `incidents` and `problems`."""
     place = folder / drawn.cut / f"job-{drawn.number}"
     result = place / "result.json"
     if result.exists():
@@ -133,16 +135,22 @@ def fight(folder: Path, drawn: Drawn, online_s: int) -> dict[str, Any]:
     except AssertionError as error:
         problems += [] if problems else [str(error)]
     leftovers.end(mark)
-    found = incidents(drawn, job)
-    problems += [f"{one.why}: {'; '.join(one.struck)}" for one in found if one.outcome == FAILED]
+    incidents_of_job = incidents(drawn, job)
+    problems += [
+        f"{incident.why}: {'; '.join(incident.struck)}"
+        for incident in incidents_of_job
+        if incident.outcome == FAILED
+    ]
     if not problems:
-        problems += differences(undisturbed, job, {one.step + more for one in found for more in (0, 1)})
+        problems += differences(
+            undisturbed, job, {incident.step + offset for incident in incidents_of_job for offset in (0, 1)}
+        )
         problems += _checkpoint_problems(undisturbed, job) if ALL[drawn.cut].library is None else []
     struck = {stamp["fault"] for stamp in job.struck()}
     outcome = {
         "number": drawn.number,
         "cut": drawn.cut,
-        "incidents": [asdict(one) for one in found],
+        "incidents": [asdict(incident) for incident in incidents_of_job],
         "missed": [str(fault) for fault in drawn.faults if str(fault) not in struck],
         "records": sum(map(len, job.records().values())),
         "seconds": time.monotonic() - began,
@@ -158,9 +166,11 @@ def _follow(job: Job) -> int:
     """Return the exit code of a job; raises JobError where nothing of it moves any more."""
     size, moved = -1, time.monotonic()
     while (code := job.returncode) is None:
-        now = sum(path.stat().st_size for path in job.folder.glob("records/*.jsonl")) + job.log.stat().st_size
-        if now != size:
-            size, moved = now, time.monotonic()
+        size_now = (
+            sum(path.stat().st_size for path in job.folder.glob("records/*.jsonl")) + job.log.stat().st_size
+        )
+        if size_now != size:
+            size, moved = size_now, time.monotonic()
         if time.monotonic() - moved > SILENCE_S:
             raise JobError(f"nothing has moved for {SILENCE_S:g} s")
         time.sleep(TICK_S)
@@ -182,15 +192,17 @@ def _stacks(place: Path, mark: str) -> None:
 
 def _checkpoint_problems(undisturbed: Job, job: Job) -> list[str]:
     name = naming.final_name(STEPS)
-    ours, theirs = job.save / name, undisturbed.save / name
-    if not ours.exists():
+    own, expected = job.save / name, undisturbed.save / name
+    if not own.exists():
         return [f"there is no {name}"]
     # The framework sets these where it loads a checkpoint, and each job has a folder of its own.
-    own = ("args./load: ", "args./iteration: ", "args./num_floating_point_operations_so_far: ")
-    found = [line for line in same.differences(ours, theirs) if not any(name in line for name in own)]
+    of_the_job = ("args./load: ", "args./iteration: ", "args./num_floating_point_operations_so_far: ")
+    differing = [
+        line for line in same.differences(own, expected) if not any(name in line for name in of_the_job)
+    ]
     strange = [path.name for path in job.save.iterdir() if naming.step_of(path.name) is None]
-    found += [f"{name} is left behind" for name in strange if name not in (naming.TRACKER, naming.LEASE)]
-    return [*manifest.defects(ours), *found]
+    differing += [f"{name} is left behind" for name in strange if name not in (naming.TRACKER, naming.LEASE)]
+    return [*manifest.defects(own), *differing]
 
 
 def main() -> None:
@@ -220,47 +232,53 @@ def main() -> None:
     usual_layouts = list(_second_faults.CUTS if options.second_faults else LAYOUTS)
     options.layouts = options.layouts or usual_layouts
     second = "--second-faults" if options.second_faults else f"--second {options.second:g}"
-    words = [f"--incidents {options.incidents} --seed {options.seed} {second}"]
-    words += [f"--kinds {' '.join(options.kinds)}"] if options.kinds != usual else []
-    words += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != usual_layouts else []
-    words += [f"--struck {' '.join(options.struck)}"] if options.struck != list(_second_faults.WHO) else []
-    settings = " ".join(words)
+    option_texts = [f"--incidents {options.incidents} --seed {options.seed} {second}"]
+    option_texts += [f"--kinds {' '.join(options.kinds)}"] if options.kinds != usual else []
+    option_texts += [f"--layouts {' '.join(options.layouts)}"] if options.layouts != usual_layouts else []
+    option_texts += (
+        [f"--struck {' '.join(options.struck)}"] if options.struck != list(_second_faults.WHO) else []
+    )
+    settings = " ".join(option_texts)
     benchmark = Benchmark("online_campaign", {"settings": settings})
-    drawn_by = hashlib.sha256(" ".join([*words[1:], f"{options.seed} {second}"]).encode())
+    drawn_by = hashlib.sha256(" ".join([*option_texts[1:], f"{options.seed} {second}"]).encode())
     folder = OUT / f"online-{options.seed}-{drawn_by.hexdigest()[:8]}"
-    done: list[dict[str, Any]] = []
-    found: list[Incident] = []
+    results: list[dict[str, Any]] = []
+    incidents_so_far: list[Incident] = []
     online_s, jobs = 60, draw(options.seed, options.layouts, options.second, options.kinds)
     if options.second_faults:
         online_s, jobs = SECOND_FAULTS_S, _second_faults.draw(options.seed, options.layouts, options.struck)
     for drawn in itertools.islice(jobs, 10_000):
-        if len(found) >= options.incidents:
+        if len(incidents_so_far) >= options.incidents:
             break
-        one = fight(folder, drawn, online_s)
-        done.append(one)
-        here = [Incident(**{**told, "struck": tuple(told["struck"])}) for told in one["incidents"]]
-        found += here
-        count = Counter(each.outcome for each in here)
+        incident = fight(folder, drawn, online_s)
+        results.append(incident)
+        of_this_job = [
+            Incident(**{**stored, "struck": tuple(stored["struck"])}) for stored in incident["incidents"]
+        ]
+        incidents_so_far += of_this_job
+        count = Counter(incident.outcome for incident in of_this_job)
         print(
-            f"{len(found)}/{options.incidents} {drawn.cut}: "
+            f"{len(incidents_so_far)}/{options.incidents} {drawn.cut}: "
             + ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
-            + f", {one['seconds']:.0f} s"
+            + f", {incident['seconds']:.0f} s"
             + "".join(
-                f"\n  {each.outcome}: {each.why}; {'; '.join(each.struck)}" for each in here if each.why
+                f"\n  {incident.outcome}: {incident.why}; {'; '.join(incident.struck)}"
+                for incident in of_this_job
+                if incident.why
             )
-            + "".join(f"\n  PROBLEM {problem}" for problem in one["problems"]),
+            + "".join(f"\n  PROBLEM {problem}" for problem in incident["problems"]),
             flush=True,
         )
-    problems = [problem for one in done for problem in one["problems"]]
-    tables, summary = tables_of(found, done)
-    what, title = WHAT, heading(options.kinds, ", recovered online")
+    problems = [problem for incident in results for problem in incident["problems"]]
+    tables, summary = tables_of(incidents_so_far, results)
+    introduction, title = WHAT, heading(options.kinds, ", recovered online")
     if options.second_faults:
-        tables = [_second_faults.outcome_table(found), *tables[2:]]
-        what, title = _second_faults.WHAT, "Second faults in an online recovery"
-    benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
+        tables = [_second_faults.outcome_table(incidents_so_far), *tables[2:]]
+        introduction, title = _second_faults.WHAT, "Second faults in an online recovery"
+    benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": results, "problems": problems})
     if options.write:
         command = f"python benchmarks/online_campaign.py {settings} --write {options.write}"
-        text = section(benchmark.where, command, tables, summary, what)
+        text = section(benchmark.where, command, tables, summary, introduction)
         write_section(options.write, title, text)
     if problems:
         raise JobError(f"{len(problems)} problems")

@@ -1,16 +1,16 @@
 """Step time with online recovery armed against not armed: `python benchmarks/online_cost.py`.
 
-One job arms and disarms it every few steps (`_arming.py`). So both arms see the same processes, groups and
-memory: two jobs, of which one is armed, differ by 2 % and more for no other reason than that they are two.
-Neighbouring blocks are a pair. The figure is the middle of the pairs' ratios (the Hodges-Lehmann estimate:
-the median of the means of any two of them), with the 95 % interval that belongs to Wilcoxon's signed ranks.
+One job arms and disarms online recovery every few steps (`_arming.py`). So both arms see the same processes,
+groups and memory; two separate jobs differ by 2 % and more for no other reason. Neighbouring blocks are a
+pair. The figure is the middle of the pairs' ratios (the Hodges-Lehmann estimate: the median of the means of
+any two ratios), with the 95 % interval of Wilcoxon's signed ranks.
 
-With two processes for two cores it is the cost of a step; with four (`--ranks 4`) processes wait for cores,
-too. No spare process waits, of which the steps of a job have nothing: it sleeps. The C library keeps memory
-that was freed: else it gives the end of the heap back in some starts, and asks for it again in each step,
-armed or not, as the layout of small things in memory has it (`--trim` leaves that as it is).
+With two processes for two cores the figure is the cost of a step; with four (`--ranks 4`) processes also wait
+for cores. There is no spare process: it would sleep during the steps. The C library keeps freed memory:
+otherwise, in some starts, it returns the end of the heap and requests it again in each step, armed or not,
+depending on the layout of small objects (`--trim` leaves that behaviour).
 
-`--holders` measures the comparison of the holders (TTP_VERIFY_EVERY=auto) against none, instead: online
+`--holders` measures the comparison of the holders (TTP_VERIFY_EVERY=auto) against none instead: online
 recovery is armed in both arms. Each block has as many comparisons as the chosen interval says. Drills are
 timed before the first block.
 """
@@ -45,8 +45,8 @@ _LIMIT_S = 3600.0
 
 
 def measure(ranks: int, pairs: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run a job of so many ranks; return what its ranks have written down of each block, and of drills."""
-    what = "holders" if options.holders else "times"
+    """Run a job of so many ranks; return the records of each block and of drills."""
+    measured_kind = "holders" if options.holders else "times"
     job = Job(
         folder,
         adaptor=True,
@@ -56,7 +56,7 @@ def measure(ranks: int, pairs: int, folder: Path, options: argparse.Namespace) -
             *model(options.layers, options.hidden, options.sequence),
             *("--global-batch-size", str(options.global_batch)),
         ],
-        arming=f"{options.block},{pairs},{options.seed},{WARM_UP},{what}",
+        arming=f"{options.block},{pairs},{options.seed},{WARM_UP},{measured_kind}",
         environment={
             "TTP_ONLINE": "60",
             "TTP_SPARES": "0",
@@ -69,32 +69,37 @@ def measure(ranks: int, pairs: int, folder: Path, options: argparse.Namespace) -
         code = job.wait(_LIMIT_S)
     if code != 0:
         raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
-    found = job.watched()
+    lines = job.watched()
     if options.holders:  # whose blocks may be longer than was asked for
         print(re.findall(r"^.*TTP_VERIFY_EVERY=auto.*$", job.log.read_text(), re.MULTILINE)[-1])
-    elif len(found) != 2 * pairs * ranks:
+    elif len(lines) != 2 * pairs * ranks:
         raise JobError(
-            f"{ranks} ranks: {len(found)} of {2 * pairs * ranks} blocks were written down: see {job.log}"
+            f"{ranks} ranks: {len(lines)} of {2 * pairs * ranks} blocks were written down: see {job.log}"
         )
-    return found
+    return lines
 
 
 def summary(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
-    """The figures of a job: of each measure what a step takes disarmed, what arming adds, and the ratio."""
-    made: dict[str, Any] = {}
+    """Return the figures of a job: of each measure the disarmed step, the addition by arming, and the
+    ratio.
+    """
+    figures: dict[str, Any] = {}
     for key, _ in RATIOS:
-        made[key] = {
+        figures[key] = {
             "off": statistics.median(off[key] for off, _ in pairs),
             "added": middle([on[key] - off[key] for off, on in pairs]),
             # Of logarithms: a ratio and its reciprocal are as far from 1.
-            "ratio": [math.exp(one) for one in middle([math.log(on[key] / off[key]) for off, on in pairs])],
+            "ratio": [
+                math.exp(logarithm)
+                for logarithm in middle([math.log(on[key] / off[key]) for off, on in pairs])
+            ],
         }
     for key, _ in COUNTS:
-        made[key] = {
+        figures[key] = {
             "off": statistics.median(off[key] for off, _ in pairs),
             "added": middle([on[key] - off[key] for off, on in pairs]),
         }
-    return made
+    return figures
 
 
 def main() -> None:
@@ -119,10 +124,12 @@ def main() -> None:
     }
     if not all(pairs.values()):
         raise JobError("no pair of blocks fits into the steps: use more --pairs")
-    found = {ranks: {"summary": summary(of_job), "pairs": of_job} for ranks, of_job in pairs.items()}
-    made = {ranks: one["summary"] for ranks, one in found.items()}
+    figures_by_ranks = {
+        ranks: {"summary": summary(of_job), "pairs": of_job} for ranks, of_job in pairs.items()
+    }
+    summaries = {ranks: result["summary"] for ranks, result in figures_by_ranks.items()}
     target = HOLDERS_TARGET if options.holders else TARGET
-    text = f"{report(made)}\n\n{verdict(made, target)}"
+    text = f"{report(summaries)}\n\n{verdict(summaries, target)}"
     for ranks, written in blocks.items():
         drills = [line for line in written if line["what"] == "drill"]
         if drills:
@@ -131,40 +138,40 @@ def main() -> None:
                 f"\n{ranks} processes: a drill took {took['median']:.2f} ms (at most {took['max']:.2f}),"
                 f" {sum(not line['problem'] for line in drills)} of {len(drills)} without a problem"
             )
-    benchmark.finish(text, {"target": target, "jobs": found})
+    benchmark.finish(text, {"target": target, "jobs": figures_by_ranks})
 
 
-def report(found: dict[int, dict[str, Any]]) -> str:
+def report(figures_by_ranks: dict[int, dict[str, Any]]) -> str:
     """The table."""
     rows = []
-    for ranks, one in found.items():
+    for ranks, figures in figures_by_ranks.items():
         for key, name in RATIOS:
-            ratio, low, high = one[key]["ratio"]
-            added = "{:+.3f} ({:+.3f} to {:+.3f})".format(*one[key]["added"])
+            ratio, low, high = figures[key]["ratio"]
+            added = "{:+.3f} ({:+.3f} to {:+.3f})".format(*figures[key]["added"])
             rows.append(
                 [
                     ranks,
                     f"{name}, ms",
-                    f"{one[key]['off']:.2f}",
+                    f"{figures[key]['off']:.2f}",
                     added,
                     f"{ratio:.4f} ({low:.4f} to {high:.4f})",
                 ]
             )
         for key, name in COUNTS:
-            added = "{:+.1f} ({:+.1f} to {:+.1f})".format(*one[key]["added"])
-            rows.append([ranks, name, f"{one[key]['off']:.1f}", added, ""])
+            added = "{:+.1f} ({:+.1f} to {:+.1f})".format(*figures[key]["added"])
+            rows.append([ranks, name, f"{figures[key]['off']:.1f}", added, ""])
     return table(["processes", "of a step", "off", "added (95 %)", "on ÷ off (95 %)"], rows)
 
 
-def verdict(found: dict[int, dict[str, Any]], target: float) -> str:
+def verdict(figures_by_ranks: dict[int, dict[str, Any]], target: float) -> str:
     """Return of each job whether the ratio of step times is small enough, as far as it is known."""
     lines = []
-    for ranks, one in found.items():
-        ratio, low, high = one["wall"]["ratio"]
-        known = "MISSED" if low > target else "reached" if high <= target else "not known: use more pairs"
-        if known.startswith("not"):
-            known = f"{'reached' if ratio <= target else 'MISSED'} by the middle, {known}"
-        lines.append(f"{ranks} processes: on / off {ratio:.4f}, at most {target:g}: {known}")
+    for ranks, figures in figures_by_ranks.items():
+        ratio, low, high = figures["wall"]["ratio"]
+        outcome = "MISSED" if low > target else "reached" if high <= target else "not known: use more pairs"
+        if outcome.startswith("not"):
+            outcome = f"{'reached' if ratio <= target else 'MISSED'} by the middle, {outcome}"
+        lines.append(f"{ranks} processes: on / off {ratio:.4f}, at most {target:g}: {outcome}")
     return "\n".join(lines)
 
 

@@ -1,10 +1,10 @@
-"""How long from a fault to the next finished step: `python benchmarks/online_latency.py`.
+"""Time from a fault to the next finished step: `python benchmarks/online_latency.py`.
 
-Six ways side by side, in turns: an online recovery with a spare process that waits, and with a cold one; an
-exception that replaces nobody; and for each fault last words and a restart of all, whose workers are forks of
-a spare process or import by themselves. The faulty process takes the time itself, right before it dies or
-raises; a step is finished when every rank has. A second table has the parts of each online recovery, as the
-incident's timeline has them.
+Six ways take turns: an online recovery with a waiting spare process, and with a cold process; an exception
+that replaces no process; and for each fault last words and a restart of all, with workers that are forks of a
+spare process, or that import by themselves. The faulty process itself notes the time, right before its death
+or exception; a step is finished when every rank has finished. A second table has the parts of each online
+recovery, from the incident's timeline.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _START_S = 200.0
 
 @dataclass(frozen=True)
 class Way:
-    """A kind of fault, and what becomes of it.
+    """A kind of fault, and the way of the recovery.
 
-    target_s  of the median; None: it is what the others are compared with
+    target_s  of the median; None: the way is the reference
     """
 
     kind: str
@@ -100,13 +100,13 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
         raise JobError(f"{len(struck)} faults, {len(incidents)} incidents, exit code {code}: see {job.log}")
     if verdicts != {"recovered" if way.is_online else "saved"}:
         raise JobError(f"the verdicts are {', '.join(sorted(verdicts))}: see {job.log}")
-    found = []
+    recoveries = []
     for stamp, incident in zip(struck, incidents, strict=True):
         decided = max(unix(event["time"]) for event in incident["events"])
         finished = max(
             min(line["time"] for line in lines if line["time"] > decided) for lines in job.records().values()
         )
-        found.append(
+        recoveries.append(
             {
                 "rank": stamp["rank"],
                 "phase": stamp["phase"],
@@ -115,30 +115,30 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
                 "parts": parts(incident, stamp["rank"], stamp["time"]) if way.is_online else {},
             }
         )
-    return found
+    return recoveries
 
 
 def parts(incident: Mapping[str, Any], rank: int, struck: float) -> dict[str, float]:
-    """Return the seconds from the fault to the end of each part that this recovery had."""
-    found = {}
+    """Return the seconds from the fault to the end of each part of this recovery."""
+    seconds = {}
     for name, kinds in PARTS.items():
         # Survivors raise when their collectives break, which counts as noticed as well.
-        own = name in ("noticed", "process gone")
+        is_of_rank = name in ("noticed", "process gone")
         moments = [
             unix(event["time"])
             for event in incident["events"]
-            if event["type"] in kinds and (event["rank"] == rank or not own)
+            if event["type"] in kinds and (event["rank"] == rank or not is_of_rank)
         ]
         if moments:
-            found[name] = max(moments) - struck
+            seconds[name] = max(moments) - struck
     survivors = [
         unix(event["time"])
         for event in incident["events"]
         if event["type"] == "joined" and event["rank"] != rank
     ]
-    if survivors and "process in its place" in found:
-        found["survivors joined"] = max(survivors) - struck
-    return found
+    if survivors and "process in its place" in seconds:
+        seconds["survivors joined"] = max(survivors) - struck
+    return seconds
 
 
 def main() -> None:
@@ -147,21 +147,21 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=5, help="in each job")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seed", type=int, default=1, help="of ranks and phases")
-    given = parser.parse_args()
-    benchmark = Benchmark("online_latency", {"rounds": given.rounds, "faults": given.faults})
-    source = random.Random(given.seed)
+    options = parser.parse_args()
+    benchmark = Benchmark("online_latency", {"rounds": options.rounds, "faults": options.faults})
+    source = random.Random(options.seed)
     folder = new_folder("online_latency")
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in given.ways}
-    for number in range(given.rounds):
-        for name in given.ways:
-            print(f"round {number + 1} of {given.rounds}: {name}", flush=True)
+    lines_by_way: dict[str, list[dict[str, Any]]] = {name: [] for name in options.ways}
+    for number in range(options.rounds):
+        for name in options.ways:
+            print(f"round {number + 1} of {options.rounds}: {name}", flush=True)
             place = folder / f"{number}-{len(list(folder.iterdir()))}"
-            found[name] += measure(place, WAYS[name], schedule(WAYS[name], given.faults, source))
+            lines_by_way[name] += measure(place, WAYS[name], schedule(WAYS[name], options.faults, source))
     shutil.rmtree(folder)
 
     rows, findings = [], {}
-    for name, one in found.items():
-        times = {what: spread([line[what] for line in one]) for what in ("decided", "finished")}
+    for name, lines in lines_by_way.items():
+        times = {moment: spread([line[moment] for line in lines]) for moment in ("decided", "finished")}
         median, target = times["finished"]["median"], WAYS[name].target_s
         rows.append(
             [
@@ -171,24 +171,24 @@ def main() -> None:
                 "–" if target is None else f"≤ {target:g}: {'reached' if median <= target else 'MISSED'}",
             ]
         )
-        findings[name] = {"times": times, "incidents": one}
+        findings[name] = {"times": times, "incidents": lines}
     head = ["seconds after the fault, median (range)", "decided", "next step finished", "faults", "target"]
-    tables = [table(head, rows), _table_of_parts(found)]
+    tables = [table(head, rows), _table_of_parts(lines_by_way)]
     benchmark.finish("\n\n".join(tables), {"ways": findings})
 
 
-def _table_of_parts(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    names = [name for name in found if WAYS[name].is_online]
+def _table_of_parts(lines_by_way: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    names = [name for name in lines_by_way if WAYS[name].is_online]
     rows = []
     for part in (*list(PARTS)[:4], "survivors joined", *list(PARTS)[4:], "next step finished"):
         cells = []
         for name in names:
             times = [
                 line["finished"] if part == "next step finished" else line["parts"].get(part)
-                for line in found[name]
+                for line in lines_by_way[name]
             ]
-            known = [time for time in times if time is not None]
-            median = spread(known)["median"] if known else None
+            known_times = [time for time in times if time is not None]
+            median = spread(known_times)["median"] if known_times else None
             cells.append("–" if median is None else f"{median * 1000:.0f}")
         rows.append([part, *cells])
     return table(["milliseconds after the fault, median", *names], rows)

@@ -1,8 +1,8 @@
-"""What online recoveries leave behind: `python benchmarks/online_leaks.py`.
+"""Resources left behind by online recoveries: `python benchmarks/online_leaks.py`.
 
-One job is struck by many faults, some steps apart, and rank 0 survives all of them. Every loss and grad norm
-is compared bit for bit with an undisturbed run of the unmodified framework. After some of the recoveries rank
-0 writes down what it holds, and so does `ttprun`.
+One job gets many faults, some steps apart, and rank 0 survives all of them. Every loss and grad norm is
+compared bit for bit with an undisturbed run of the unmodified framework. After some of the recoveries rank 0
+and `ttprun` record their resources.
 
 Before torch 2.14 a process may exchange the backends of its groups ten times: the eleventh fault ends in last
 words and a restart.
@@ -66,9 +66,9 @@ def measure(folder: Path, kind: str, ranks: range, recoveries: int) -> dict[str,
     verdicts = [incident["verdict"] for incident in incidents]
     if code != 0 or verdicts != ["recovered"] * recoveries + ["saved"] * (len(drawn) - recoveries):
         raise JobError(f"exit code {code}, the verdicts are {', '.join(verdicts)}: see {job.log}")
-    said = incidents[-1]["reason"]
-    if not UNLIMITED and f"{MOST_EXCHANGES} faults were recovered online" not in said:
-        raise JobError(f"the last incident says {said!r}: see {job.log}")
+    reason = incidents[-1]["reason"]
+    if not UNLIMITED and f"{MOST_EXCHANGES} faults were recovered online" not in reason:
+        raise JobError(f"the last incident says {reason!r}: see {job.log}")
     steps = [GAP * (number + 1) for number in range(len(drawn))]
     # A rank that is struck in a step may have recorded neither this step nor the one before.
     if problems := differences(undisturbed, job, {step - back for step in steps for back in (0, 1)}):
@@ -79,27 +79,29 @@ def measure(folder: Path, kind: str, ranks: range, recoveries: int) -> dict[str,
         if line["what"] == "holds" and line["rank"] == 0 and line["restart"] == 0
     }
     records = sum(map(len, job.records().values()))
-    return {"worker": worker, "agent": agent, "last": said, "records": records}
+    return {"worker": worker, "agent": agent, "last": reason, "records": records}
 
 
-def _watcher(job: Job, held: dict[int, dict[str, float]]) -> Callable[[], None]:
-    """What is called while the job runs: the newest sample of rank 0 says how many recoveries there were."""
+def _watcher(job: Job, samples: dict[int, dict[str, float]]) -> Callable[[], None]:
+    """Return a function to call while the job runs: the newest sample of rank 0 has the number of
+    recoveries.
+    """
 
     def look() -> None:
-        done = sum(line["rank"] == 0 and line["restart"] == 0 for line in job.watched())
-        if done and done - 1 not in held and job.returncode is None:
+        recoveries = sum(line["rank"] == 0 and line["restart"] == 0 for line in job.watched())
+        if recoveries and recoveries - 1 not in samples and job.returncode is None:
             shared = sum(1 for _ in Path("/dev/shm").iterdir())
-            held[done - 1] = {**_holdings.of_process(job.launcher), "shm": shared}
+            samples[recoveries - 1] = {**_holdings.of_process(job.launcher), "shm": shared}
 
     return look
 
 
-def rows(found: dict[str, Any], who: str, columns: Sequence[str]) -> list[list[str]]:
+def rows(result: dict[str, Any], process: str, columns: Sequence[str]) -> list[list[str]]:
     """Return a row for each of the numbers of recoveries that are shown."""
     return [
-        [str(count), *(f"{found[who][count][name]:.4g}" for name in columns)]
+        [str(count), *(f"{result[process][count][name]:.4g}" for name in columns)]
         for count in SHOWN
-        if count in found[who]
+        if count in result[process]
     ]
 
 
@@ -112,23 +114,23 @@ def main() -> None:
     recoveries = options.recoveries if UNLIMITED else MOST_EXCHANGES
     benchmark = Benchmark("online_leaks", {"recoveries": recoveries, "ranks": options.ranks})
     folder = new_folder("online_leaks")
-    found = {
+    results = {
         name: measure(folder / name, kind, range(first, options.ranks), recoveries)
         for name, (kind, first) in ((name, WAYS[name]) for name in options.ways)
     }
     shutil.rmtree(folder)
     parts = []
-    for name, one in found.items():
+    for name, result in results.items():
         parts += [
-            f"{name}, a worker that survives all; {one['records']} records as in the undisturbed run",
-            table(["recoveries", *COLUMNS], rows(one, "worker", COLUMNS)),
+            f"{name}, a worker that survives all; {result['records']} records as in the undisturbed run",
+            table(["recoveries", *COLUMNS], rows(result, "worker", COLUMNS)),
             f"{name}, ttprun (shm: entries of /dev/shm)",
             table(
                 ["recoveries", *COLUMNS[:1], *COLUMNS[3:], "shm"],
-                rows(one, "agent", ("MiB", *COLUMNS[3:], "shm")),
+                rows(result, "agent", ("MiB", *COLUMNS[3:], "shm")),
             ),
         ]
-    benchmark.finish("\n\n".join(parts), {"ways": found})
+    benchmark.finish("\n\n".join(parts), {"ways": results})
 
 
 if __name__ == "__main__":

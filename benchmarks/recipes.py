@@ -1,13 +1,13 @@
-"""What becomes of training recipes: `python benchmarks/recipes.py RECIPES.jsonl`.
+"""The protection of training recipes: `python benchmarks/recipes.py RECIPES.jsonl`.
 
 A recipe is a line of JSON: `framework`, `version`, `world` (ranks, or null) and `args` (of the script). The
-parser of the Megatron-LM on PYTHONPATH, or else that of the tests, reads the arguments. Options and values
-that this version lacks are read by their form. Then the adaptor's own checks judge the arguments as
-`ttp plan` does. No script runs, and nothing is trained. The checks of the save folder and of the framework
-itself are left out: the paths in published recipes are somebody else's.
+parser of the Megatron-LM on PYTHONPATH, or of the tests' Megatron-LM, reads the arguments. Options and values
+that this version lacks are read by their form. Then the adaptor's own checks judge the arguments as `ttp
+plan` does. No script runs, and nothing is trained. The checks of the save folder and of the framework itself
+are left out, because published recipes have paths of other machines.
 
-A recipe without a number of ranks that its parallel sizes divide gets twice the fewest that they allow, as
-with `ttp plan`.
+A recipe without a number of ranks, or with a number that its parallel sizes do not divide, gets twice the
+minimum, as with `ttp plan`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLASSES = (REFUSED, RESTART_COPIES, RESTART, ONLINE_COPIES, ONLINE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The class of a recipe, and the reasons why it is no better one."""
+    """The class of a recipe, and the reasons against a better class."""
 
     outcome: str
     reasons: tuple[str, ...] = ()
@@ -142,17 +142,17 @@ def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_megatron(arguments: Sequence[str]) -> list[str]:
     """Return arguments of ms-swift in the form of Megatron-LM's; ms-swift always has the last two."""
-    words: list[str] = []
+    normalized: list[str] = []
     for word in arguments:
-        if word.lower() == "false" and words and words[-1].startswith("--"):
-            words.pop()
+        if word.lower() == "false" and normalized and normalized[-1].startswith("--"):
+            normalized.pop()
         elif word.lower() != "true":
-            words.append(word.replace("_", "-") if word.startswith("--") else word)
-    return [*words, "--use-distributed-optimizer", "--bf16"]
+            normalized.append(word.replace("_", "-") if word.startswith("--") else word)
+    return [*normalized, "--use-distributed-optimizer", "--bf16"]
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return what Megatron-LM's parser reads, and the options that it does not know by their form."""
+    """Return the result of Megatron-LM's parser; unknown options are read by their form."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -170,34 +170,38 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _value(words: Sequence[str]) -> Any:
-    if len(words) > 1:
-        return list(words)
-    (word,) = words or ("true",)
+def _value(values: Sequence[str]) -> Any:
+    if len(values) > 1:
+        return list(values)
+    (word,) = values or ("true",)
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     return int(word) if word.isdecimal() else word
 
 
-def tables(found: Sequence[Verdict]) -> str:
+def tables(verdicts_given: Sequence[Verdict]) -> str:
     """Return the tables: how many recipes are of each class, and why."""
-    sizes = Counter(one.outcome for one in found)
-    judged = [one for one in found if one.outcome in CLASSES]
+    sizes = Counter(verdict.outcome for verdict in verdicts_given)
+    judged = [verdict for verdict in verdicts_given if verdict.outcome in CLASSES]
     rows = [(name, sizes[name], f"{100 * sizes[name] / max(1, len(judged)):.0f} %") for name in CLASSES]
-    others = ", ".join(f"{sizes[name]} have {name}" for name in (OTHER_LOOP, UNREADABLE))
+    unjudged = ", ".join(f"{sizes[name]} have {name}" for name in (OTHER_LOOP, UNREADABLE))
     parts = [
-        f"Of {len(found)} recipes {others}. The other {len(judged)}:",
+        f"Of {len(verdicts_given)} recipes {unjudged}. The other {len(judged)}:",
         _bench.table(("", "recipes", "share"), rows),
     ]
-    for outcomes, words in (
+    for outcomes, question in (
         ((REFUSED,), "refused by"),
         ((RESTART, RESTART_COPIES), "online recovery prevented by"),
     ):
-        those = [one for one in judged if one.outcome in outcomes]
-        reasons = Counter(reason for one in those for reason in one.reasons)
-        head = (f"{words} (of {len(those)}; one recipe can have several)", "recipes", "alone")
-        alone = Counter(one.reasons for one in those)
-        parts.append(_bench.table(head, [(one, count, alone[one,]) for one, count in reasons.most_common()]))
+        those = [verdict for verdict in judged if verdict.outcome in outcomes]
+        reasons = Counter(reason for verdict in those for reason in verdict.reasons)
+        head = (f"{question} (of {len(those)}; one recipe can have several)", "recipes", "alone")
+        alone = Counter(verdict.reasons for verdict in those)
+        parts.append(
+            _bench.table(
+                head, [(verdict, count, alone[verdict,]) for verdict, count in reasons.most_common()]
+            )
+        )
     return "\n\n".join(parts)
 
 
@@ -213,21 +217,21 @@ def main() -> None:
     parser.add_argument(
         "--write", type=Path, metavar="PAGE", help="write the tables into their section of a page"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        lines = given.recipes.read_text(encoding="utf-8").splitlines()
+        lines = options.recipes.read_text(encoding="utf-8").splitlines()
         recipes = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        parser.error(f"{given.recipes} cannot be read: {error}")
+        parser.error(f"{options.recipes} cannot be read: {error}")
     sys.path.append(str(prepare.megatron_lm()))  # behind PYTHONPATH
     with Path(os.devnull).open("w") as nothing, contextlib.redirect_stderr(nothing):
-        found = verdicts(recipes)
-    for recipe, verdict in zip(recipes, found, strict=True) if given.list else ():
+        verdicts_of_list = verdicts(recipes)
+    for recipe, verdict in zip(recipes, verdicts_of_list, strict=True) if options.list else ():
         print(f"{recipe['name']}: {verdict.outcome}", *verdict.reasons, sep="\n    ")
-    print(text := tables(found))
-    if given.write:
-        command = f"    python benchmarks/recipes.py {given.recipes.name} --write {given.write}"
-        write_section(given.write, SECTION, f"{command}\n\nOn {time.strftime('%Y-%m-%d')}.\n\n{text}")
+    print(text := tables(verdicts_of_list))
+    if options.write:
+        command = f"    python benchmarks/recipes.py {options.recipes.name} --write {options.write}"
+        write_section(options.write, SECTION, f"{command}\n\nOn {time.strftime('%Y-%m-%d')}.\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The check before a resume and the load, against the load alone: `python benchmarks/resume_cost.py`.
 
 One process, which may use all cores, as in a job whose other ranks wait. Both formats, each as the framework
-loads it: with `torch.load` or with `torch.distributed.checkpoint`, into tensors that are there. Large files
-have a checksum of blocks. With the check and without it are timed in turn, once from memory, once from the
-disk (the pages of the files are given up before each load). Alone, nothing of the adaptor acts. What is read
-from the disk, in sizes of the checkpoint, and the CPU time depend less on what else the machine does.
+loads it: with `torch.load` or with `torch.distributed.checkpoint`, into existing tensors. Large files have a
+checksum of blocks. Loads with the check and without are timed in turn, once from memory, once from the disk
+(the pages of the files are dropped before each load). The load alone runs without the adaptor. The bytes read
+from the disk, in sizes of the checkpoint, and the CPU time depend less on other load.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def forget(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Took:
-    """What a load has taken.
+    """The cost of a load.
 
     Attributes:
-        seconds: of time
+        seconds: of wall time
         cpu: seconds of CPU time
-        read: bytes that came from the disk
+        read: bytes read from the disk
     """
 
     seconds: float
@@ -135,28 +135,29 @@ def main() -> None:
                 resume_check.require_intact(root, root)
                 load(checkpoint, state)
 
-        for where in ("memory", "disk"):
+        for source in ("memory", "disk"):
             took: dict[Callable[[], None], list[Took]] = {alone: [], checked: []}
             for number in range(options.repeats + 1):
                 for act in (alone, checked)[:: 1 if number % 2 else -1]:
-                    if where == "disk":
+                    if source == "disk":
                         forget(checkpoint)
-                    one = measured(act)
+                    cost = measured(act)
                     if number:  # the first pair warms up
-                        took[act].append(one)
+                        took[act].append(cost)
             ratio = statistics.median(
-                ours.seconds / theirs.seconds for theirs, ours in zip(*took.values(), strict=True)
+                checked_cost.seconds / bare_cost.seconds
+                for bare_cost, checked_cost in zip(*took.values(), strict=True)
             )
-            seconds = [[one.seconds for one in some] for some in took.values()]
-            cpu = [statistics.median(one.cpu for one in some) for some in took.values()]
-            read = max(one.read for one in took[checked]) / bytes_of(checkpoint)
+            seconds = [[cost.seconds for cost in some] for some in took.values()]
+            cpu = [statistics.median(cost.cpu for cost in some) for some in took.values()]
+            read = max(cost.read for cost in took[checked]) / bytes_of(checkpoint)
             cells = [
                 f"{statistics.median(second):.3f} ({min(second):.3f} to {max(second):.3f})"
                 for second in seconds
             ]
             reached = "reached" if ratio <= TARGET else "MISSED"
-            rows.append([name, where, *cells, f"{ratio:.2f}", reached, *map("{:.2f}".format, (*cpu, read))])
-            findings[f"{name}, {where}"] = {
+            rows.append([name, source, *cells, f"{ratio:.2f}", reached, *map("{:.2f}".format, (*cpu, read))])
+            findings[f"{name}, {source}"] = {
                 "load": spread(seconds[0]),
                 "check_and_load": spread(seconds[1]),
                 "ratio": ratio,

@@ -1,12 +1,12 @@
-"""Fault to published checkpoint, against the framework's own save of the same state:
-`python benchmarks/save_cost.py`.
+"""Fault to published checkpoint, against the framework's own save of the same state: `python
+benchmarks/save_cost.py`.
 
-One job per model. In every generation of its workers it makes two steps, saves with the framework's own
-`save_checkpoint` (its unpatched body, to another folder), and loses a rank to SIGKILL in the next step: the
-last words are then of the very state that was just saved, and both times are of the same minute. `durable` is
-the framework's save and a `sync` after it: the framework leaves the writing to the kernel, last words are on
-disk when they are published. `dd` is what the disk can do: `dd conv=fsync` writes as many bytes then, from as
-many processes as hold the state.
+One job per model. Every generation of its workers makes two steps, saves with the framework's own
+`save_checkpoint` (its unpatched body, to another folder), and loses a rank to SIGKILL in the next step: last
+words then have the same state as that save, and both times are of the same minute. `durable` is the
+framework's save with a `sync`: the framework leaves the writing to the kernel, last words are on disk when
+they are published. `dd` is the limit of the disk: `dd conv=fsync` writes as many bytes, by as many processes
+as hold the state.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PARTS = ("connect", "gather", "cast", "rebuild", "write", "fsync")
 
 
 def saved_steps(phase: str) -> int:
-    """Return the steps that last words have of the three that each start makes."""
+    """Return the steps of last words among the three steps of each start."""
     return 3 if phase.startswith("door") else 2  # the survivors finish the step whose update they wait for
 
 
 def faults(repeats: int, phase: str) -> list[Fault]:
-    """One for each start of the workers, in the third step that it makes; the ranks take turns."""
+    """Return a fault for each start of the workers, in the third step of the start; the ranks take turns."""
     return [
         Fault(
             rank=number % RANKS,
@@ -61,7 +61,7 @@ def keep_the_newest(save: Path) -> None:
 def timeline(
     stamp: Mapping[str, Any], incident: Mapping[str, Any], watched: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """How long each part of one incident took, in seconds, in the order in which they came."""
+    """Return the seconds of each part of one incident, in the order of the parts."""
     noticed, frozen = first(incident, "fault-noticed"), last(incident, "frozen")
     ordered, written = first(incident, "dump-ordered"), last(incident, "written")
     published = first(incident, "published")
@@ -74,7 +74,7 @@ def timeline(
         )
         for part in PARTS
     }
-    whole = {
+    stages = {
         "notice": noticed - stamp["time"],
         "freeze": frozen - noticed,
         "plan, folder": ordered - frozen,
@@ -82,7 +82,7 @@ def timeline(
         "rest of the dump": written - ordered - sum(parts.values()),
         "publish": published - written,
     }
-    return {**whole, "fault to published": published - stamp["time"]}
+    return {**stages, "fault to published": published - stamp["time"]}
 
 
 def measure(folder: Path, name: str, repeats: int, phase: str, checkpoint_format: str) -> dict[str, Any]:
@@ -104,15 +104,15 @@ def measure(folder: Path, name: str, repeats: int, phase: str, checkpoint_format
         # An incident of the large model writes a gigabyte on a disk that may be slow.
         environment={"TTP_OT": "300"},
     )
-    seen = 0
+    reported = 0
 
     def tick() -> None:
-        nonlocal seen
+        nonlocal reported
         keep_the_newest(job.save)
         incidents = len(list(job.logs.glob("*/incidents/*.json")))
-        if incidents > seen:
-            seen = incidents
-            print(f"  {name}: incident {seen} of {repeats}", flush=True)
+        if incidents > reported:
+            reported = incidents
+            print(f"  {name}: incident {reported} of {repeats}", flush=True)
 
     with job:
         code = job.wait(_START_S * (repeats + 2), tick)
@@ -125,16 +125,16 @@ def measure(folder: Path, name: str, repeats: int, phase: str, checkpoint_format
         if incident["verdict"] != "saved":
             raise JobError(f"incident {incident['incident']}: {incident['reason']}: see {job.log}")
     lines = [timeline(*pair, watched) for pair in zip(struck, incidents, strict=True)]
-    own = {
-        what: {line["restart"]: line for line in watched if line["what"] == what}
-        for what in ("native", "durable", "dd")
+    reference_lines = {
+        kind: {line["restart"]: line for line in watched if line["what"] == kind}
+        for kind in ("native", "durable", "dd")
     }
     return {
         "lines": lines,
-        "native": [own["native"][number]["seconds"] for number in range(repeats)],
-        "durable": [own["durable"][number]["seconds"] for number in range(repeats)],
-        "dd": [own["dd"][number]["seconds"] for number in range(repeats)],
-        "bytes": own["native"][0]["bytes"],
+        "native": [reference_lines["native"][number]["seconds"] for number in range(repeats)],
+        "durable": [reference_lines["durable"][number]["seconds"] for number in range(repeats)],
+        "dd": [reference_lines["dd"][number]["seconds"] for number in range(repeats)],
+        "bytes": reference_lines["native"][0]["bytes"],
         "extra": sorted(line["extra"] for line in watched if line["what"] == "dump"),
         "above_step": sorted(line["above_step"] for line in watched if line["what"] == "dump"),
     }
@@ -154,46 +154,46 @@ def main() -> None:
     settings = {"repeats": options.repeats, "phase": options.phase, "format": options.format}
     benchmark = Benchmark("save_cost", {**settings, **{m: MODELS[m] for m in options.models}})
     folder = new_folder("save_cost")
-    found = {
+    measured_models = {
         name: measure(folder / name, name, options.repeats, options.phase, options.format)
         for name in options.models
     }
     shutil.rmtree(folder)
 
     rows, text, findings = [], [], {}
-    for name, one in found.items():
-        words = [line["fault to published"] for line in one["lines"]]
+    for name, figures in measured_models.items():
+        published = [line["fault to published"] for line in figures["lines"]]
         ratio, durable, of_dd = (
-            statistics.median(w / o for w, o in zip(words, one[what], strict=True))
-            for what in ("native", "durable", "dd")
+            statistics.median(w / o for w, o in zip(published, figures[kind], strict=True))
+            for kind in ("native", "durable", "dd")
         )
-        measured = (one["native"], one["durable"], one["dd"], words)
+        measured = (figures["native"], figures["durable"], figures["dd"], published)
         times = [f"{statistics.median(values):.3f}" for values in measured]
-        size = f"{one['bytes'] / 2**20:.1f}"
+        size = f"{figures['bytes'] / 2**20:.1f}"
         verdict = "reached" if ratio <= TARGET else "MISSED"
         rows.append([name, size, *times, f"{ratio:.2f}", f"{durable:.2f}", f"{of_dd:.2f}", verdict])
         findings[name] = {
-            **one,
+            **figures,
             "ratio": ratio,
             "ratio_durable": durable,
             "ratio_dd": of_dd,
-            "dd_spread": spread(one["dd"]),
-            "fault_to_published": spread(words),
+            "dd_spread": spread(figures["dd"]),
+            "fault_to_published": spread(published),
             "reached": ratio <= TARGET,
         }
     head = ["median, s", "MiB", "native", "durable", "dd", "fault to published"]
     head += ["/ native", "/ durable", "/ dd"]
     text.append(table([*head, f"≤ {TARGET:g} × native"], rows))
-    stages = list(next(iter(found.values()))["lines"][0])
+    stages = list(next(iter(measured_models.values()))["lines"][0])
     text.append(
         table(
-            ["median, ms", *found],
+            ["median, ms", *measured_models],
             [
                 [
                     stage,
                     *(
-                        f"{1000 * statistics.median(line[stage] for line in one['lines']):.1f}"
-                        for one in found.values()
+                        f"{1000 * statistics.median(line[stage] for line in figures['lines']):.1f}"
+                        for figures in measured_models.values()
                     ),
                 ]
                 for stage in stages
@@ -201,11 +201,11 @@ def main() -> None:
         )
     )
     text += [
-        f"{name}: dd took {min(one['dd']):.2f} to {max(one['dd']):.2f} s; the peak of a process in a dump was"
-        f" {statistics.median(one['extra']) / 2**20:.0f} MiB over what it had before,"
-        f" {one['extra'][-1] / 2**20:.0f} MiB at most (its main thread may be in the backward pass), and"
-        f" {one['above_step'][-1] / 2**20:.0f} MiB at most over the peak of the last step before the fault"
-        for name, one in found.items()
+        f"{name}: dd took {min(job['dd']):.2f} to {max(job['dd']):.2f} s; the peak of a process in a dump was"
+        f" {statistics.median(job['extra']) / 2**20:.0f} MiB over what it had before,"
+        f" {job['extra'][-1] / 2**20:.0f} MiB at most (its main thread may be in the backward pass), and"
+        f" {job['above_step'][-1] / 2**20:.0f} MiB at most over the peak of the last step before the fault"
+        for name, job in measured_models.items()
     ]
     benchmark.finish("\n\n".join(text), {"models": findings, "target": TARGET})
 

@@ -1,10 +1,9 @@
 """The controller of a job of 100,000 ranks on 12,500 nodes, in one process: `python benchmarks/scale.py`.
 
-The real controller, in the real hub with its timeline and its log, is given what the agents of such a job
-would say, as it comes off the wire, and its orders are encoded as they go out: all that is left out is the
-network itself, and asyncio's reading and writing. Seconds are those of CPU time of its thread, which another
-load of the machine changes little. Every shard of the optimizer state has two holders, half of
-the job apart.
+The real controller, in the real hub with its timeline and its log, gets the encoded messages of the agents of
+such a job, and its orders are encoded: only the network and asyncio's reading and writing are left out.
+Seconds are CPU time of the controller's thread, which depends little on other load. Every shard of the
+optimizer state has two holders, half of the job apart.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ LAST, PREPARED = "last answer → prepare", "prepared → dumps"
 
 
 class Job:
-    """A controller in its hub; `took` keeps seconds by the name of what was done."""
+    """A controller in its hub; `took` has the seconds of each action by name."""
 
     def __init__(self, ranks: int, groups: int, folder: str) -> None:
         self.ranks = ranks
@@ -85,19 +84,21 @@ class Job:
         """Returns the kinds of the orders that came out."""
         heard = [(self._node(message), wire.frame(message)[4:], message) for message in messages]
         self.orders.clear()
-        before = time.thread_time()
+        cpu_before = time.thread_time()
         for node, frame, message in heard:
             if isinstance(message, AgentLost):  # no agent says that
                 self.controller_host.lose(node)
             else:
-                said = wire.from_agent(frame)
-                self.controller_host.receive(node, said, self._send if isinstance(said, AgentHello) else None)
-        self.took[name] = self.took.get(name, 0.0) + time.thread_time() - before
+                decoded = wire.from_agent(frame)
+                self.controller_host.receive(
+                    node, decoded, self._send if isinstance(decoded, AgentHello) else None
+                )
+        self.took[name] = self.took.get(name, 0.0) + time.thread_time() - cpu_before
         inner = (order.message if isinstance(order, Addressed) else order for order in self.orders)
         return list(dict.fromkeys(type(order).__name__ for order in inner))
 
     def _node(self, message: ToController) -> int:
-        """Whose agent says it; what one without a rank says, the one that has the folder does."""
+        """Return the node of the agent that sends a message; without a rank, the node of the save folder."""
         node = getattr(message, "node", None)
         return getattr(message, "rank", 0) // PER_NODE if node is None else node
 
@@ -111,22 +112,24 @@ class Job:
         nodes = range(self.ranks // PER_NODE)
         self.hear("start", (AgentHello(n, tuple(range(n * PER_NODE, (n + 1) * PER_NODE))) for n in nodes))
         self.hear("start", (Hello(rank, 4000 + rank) for rank in range(self.ranks)))
-        said = (Layout(r, self.shares(r), "/checkpoints", 0, "0" * 32) for r in range(self.ranks))
-        self.hear("start", said)
+        layouts = (Layout(r, self.shares(r), "/checkpoints", 0, "0" * 32) for r in range(self.ranks))
+        self.hear("start", layouts)
 
     def succeed(self) -> None:
-        """Another controller takes the place of the one on node 0; all agents say again what they know."""
+        """Another controller takes the place of the controller on node 0; all agents repeat their
+        messages.
+        """
         nodes = self.ranks // PER_NODE
         hellos = [AgentHello(n, tuple(range(n * PER_NODE, (n + 1) * PER_NODE))) for n in range(nodes)]
         layouts = [Layout(r, self.shares(r), "/checkpoints", 0, "0" * 32) for r in range(self.ranks)]
         self.controller_host = self._controller_host(1)
-        before = time.thread_time()
+        cpu_before = time.thread_time()
         self.controller_host.take_over([*hellos, *layouts])
-        self.took["take-over"] = time.thread_time() - before
+        self.took["take-over"] = time.thread_time() - cpu_before
         for node in range(1, nodes):
             ranks = hellos[node].ranks
-            said = [hellos[node], *(Hello(r, 4000 + r) for r in ranks), *(layouts[r] for r in ranks)]
-            self.hear("take-over: all are there → freezes", [*said, ReplayComplete(node)])
+            messages = [hellos[node], *(Hello(r, 4000 + r) for r in ranks), *(layouts[r] for r in ranks)]
+            self.hear("take-over: all are there → freezes", [*messages, ReplayComplete(node)])
             if node == 1:
                 assert self.hear("take-over: node 0 is lost → freezes", [AgentLost(0)]) == ["Freeze"]
 
@@ -147,8 +150,8 @@ class Job:
         attempt = dumps[0].attempt
         groups = {order.group: order for dump in dumps for order in dump.groups}
         entry = FileEntry("model_optim_rng.pt", 1, "0" * 32, attempt)
-        said = [Written(order.writer, 1, attempt, name, (entry,)) for name, order in groups.items()]
-        assert self.hear("all groups written → publish", said) == [Publish.__name__]
+        messages = [Written(order.writer, 1, attempt, name, (entry,)) for name, order in groups.items()]
+        assert self.hear("all groups written → publish", messages) == [Publish.__name__]
 
 
 def resident_mib() -> float:
@@ -170,29 +173,29 @@ def main() -> None:
     # Files of the jobs may be written a moment longer.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Log(config.load({"TTP_LOG_PATH": folder}))
-        found, memory = measure(options.ranks, options.groups, folder)
+        seconds_by_action, memory = measure(options.ranks, options.groups, folder)
         log.close()
 
-    decisions = [name for name in found if "→" in name and "all are there" not in name]
-    rows = [[name, f"{seconds:.3f}"] for name, seconds in found.items()]
-    worst = max(found[name] for name in decisions)
-    whole = sum(found[name] for name in (DIES, ANSWERS, LAST, PREPARED))
+    decisions = [name for name in seconds_by_action if "→" in name and "all are there" not in name]
+    rows = [[name, f"{seconds:.3f}"] for name, seconds in seconds_by_action.items()]
+    worst = max(seconds_by_action[name] for name in decisions)
+    total = sum(seconds_by_action[name] for name in (DIES, ANSWERS, LAST, PREPARED))
     verdicts = [
         "reached" if seconds <= target else "MISSED"
-        for seconds, target in ((whole, WHOLE_TARGET_S), (worst, TARGET_S))
+        for seconds, target in ((total, WHOLE_TARGET_S), (worst, TARGET_S))
     ]
     benchmark.finish(
         table(["s", ""], rows)
         + f"\n\nmemory at rest: {memory:.0f} MiB"
-        + f"\na rank dies → dump orders out, all that the controller does: {whole:.2f} s; "
+        + f"\na rank dies → dump orders out, all that the controller does: {total:.2f} s; "
         + f"at most {WHOLE_TARGET_S:g} s: {verdicts[0]}"
         + f"\nslowest decision, orders out: {worst:.2f} s; at most {TARGET_S:g} s: {verdicts[1]}",
         {
-            "seconds": found,
-            "whole_s": whole,
+            "seconds": seconds_by_action,
+            "whole_s": total,
             "memory_mib": memory,
             "targets_s": [WHOLE_TARGET_S, TARGET_S],
-            "reached": worst <= TARGET_S and whole <= WHOLE_TARGET_S,
+            "reached": worst <= TARGET_S and total <= WHOLE_TARGET_S,
         },
     )
 
@@ -203,12 +206,12 @@ def measure(ranks: int, groups: int, folder: str) -> tuple[dict[str, float], flo
         0, 1, 1, 120.0, LOOPBACK, IncidentReport(JobFiles(folder)), RejectedConnections("")
     )  # imports torch, as any agent has
     gc.collect()
-    before = resident_mib()
+    memory_before = resident_mib()
     job = Job(ranks, groups, folder)
     job.start()
     job.orders.clear()
     gc.collect()
-    memory = resident_mib() - before
+    memory = resident_mib() - memory_before
     orders = job.hear(DIES, [Dying(VICTIM, 0.0, BoardRecord(VICTIM))])
     assert orders == ["Freeze"]
     job.freeze({VICTIM})

@@ -1,8 +1,8 @@
-"""What a scrape of a large job costs: `python benchmarks/scrape.py`.
+"""The cost of a scrape of a large job: `python benchmarks/scrape.py`.
 
 A job of 1,000 agents with 8,000 ranks has had 100 incidents; each has 1,000 events in its file and in
-events.jsonl. `ttp serve` serves its folder; between two requests the job writes, as ttprun does: its status,
-one more event, and now and then one more incident. The first request reads all that is there; the others are
+events.jsonl. `ttp serve` serves the job's folder; between two requests the job writes, as ttprun does: its
+status, a further event, and sometimes a further incident. The first request reads everything; the others are
 those of a server that runs beside the job.
 """
 
@@ -42,10 +42,10 @@ GAP_S = 3600.0  # between two incidents
 
 
 class Folder:
-    """The folder of a job, as ttprun would have written it.
+    """The folder of a job, as written by ttprun.
 
     Args:
-        path: it is made there.
+        path: the new folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,11 +91,11 @@ class Folder:
 
     def write_event(self) -> None:
         """Append an event that changes nothing."""
-        now = utc(time.time())
-        self._append(Event(time=now, job="gpt", generation=1, incident=None, type="next-action"))
+        time_now = utc(time.time())
+        self._append(Event(time=time_now, job="gpt", generation=1, incident=None, type="next-action"))
 
     def write_incident(self) -> None:
-        """Append the events of one more incident, and write its file."""
+        """Append the events of a further incident, and write its file."""
         self._count = number = self._count + 1
         at = BEGAN + number * GAP_S
         types = ["fault-noticed", *["written"] * (EVENTS // INCIDENTS_OF_THE_JOB - 3), "verdict", "training"]
@@ -105,7 +105,7 @@ class Folder:
                 job="gpt",
                 generation=number,
                 incident=number,
-                type=what,
+                type=event_type,
                 node=place % AGENTS,
                 host=f"n{place % AGENTS}",
                 rank=place * PER_AGENT % (AGENTS * PER_AGENT),
@@ -113,7 +113,7 @@ class Folder:
                 step=1000 * number,
                 data={"detail": "group 7 of the distributed optimizer, 8 shards"},
             )
-            for place, what in enumerate(types)
+            for place, event_type in enumerate(types)
         ]
         self._append(*events)
         incident = IncidentRecord(
@@ -168,7 +168,9 @@ def cpu_ms(pid: int) -> float:
 
 
 def measure(folder: Folder, times: int) -> list[list[str]]:
-    """Return a row for each path: its first answer, those after it, the server's CPU time, and the bytes."""
+    """Return a row for each path: its first answer, the later answers, the server's CPU time, and the
+    bytes.
+    """
     rows = []
     command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "serve", str(folder.path), "--port", "0"]
     for path in PATHS:
@@ -177,14 +179,14 @@ def measure(folder: Folder, times: int) -> list[list[str]]:
             url = server.stdout.readline().split()[1].removesuffix("/metrics") + path
             first, size = ask(url)
             took = []
-            before = cpu_ms(server.pid)
+            cpu_before = cpu_ms(server.pid)
             for number in range(times):
                 folder.write_status()
                 folder.write_event()
                 if number % 10 == 9:
                     folder.write_incident()
                 took.append(ask(url)[0])
-            cpu = (cpu_ms(server.pid) - before) / times
+            cpu = (cpu_ms(server.pid) - cpu_before) / times
             server.terminate()
         took.sort()
         figures = (first, took[len(took) // 2], took[int(0.95 * len(took))], took[-1], cpu)

@@ -1,16 +1,16 @@
 """Step time, adaptor on against off, in the same layout: `python benchmarks/step_cost.py`.
 
-With `--online` the adaptor is on in both jobs, and "on" is online recovery (TTP_ONLINE=60). With
-`--host-copy K` it is on in both, too, and "on" are copies in host memory every K steps: blocks are compared
-by their mean step then, because a median would not see one step of K.
+With `--online` the adaptor is on in both jobs, and "on" is online recovery (TTP_ONLINE=60). With `--host-copy
+K` the adaptor is also on in both, and "on" are copies in host memory every K steps: blocks are then compared
+by their mean step, because a median would not show one step in K.
 
 Two jobs train the same model side by side, one under ttprun, one under plain torchrun with the unmodified
 framework, and take turns: while one makes a block of steps, the other waits in front of its next step and
-uses no CPU. So both see the same machine within seconds, whatever else it does, and start-up is paid once.
-Each pair of neighbouring blocks gives one ratio of median step times; the figure is the median of these
-ratios, with a 95 % interval (bootstrap over pairs). A few starts, because a process keeps what it drew at its
-start (memory layout, ports). The CPU time of all processes of a job, launcher included, is compared in the
-same way: a busy machine changes it less. Losses of both jobs are compared bit for bit besides.
+uses no CPU. So both see the same machine within seconds, whatever other load there is, and start-up is paid
+once. Each pair of neighbouring blocks gives a ratio of median step times; the figure is the median of these
+ratios, with a 95 % interval (bootstrap over pairs). There are a few starts, because a process keeps the
+choices of its start (memory layout, ports). The CPU time of all processes of a job, launcher included, is
+compared in the same way: it depends less on other load. Losses of both jobs are also compared bit for bit.
 """
 
 from __future__ import annotations
@@ -41,14 +41,11 @@ _START_S = 300.0
 class Race:
     """Two jobs of one layout.
 
-    instances    optimizer instances of the job without the adaptor
-    alike        whether the losses must be the same, bit for bit
-    extra        arguments of the script
-    distributed  whether the optimizer is
-    environment  of the job with the adaptor
-    against      of the other job, where it has the adaptor, too; None: it is the unmodified framework
-    cost         whether what the processes take is written down
-    middle       of the steps of a block: their median, or their mean
+    instances    optimizer instances of the job without the adaptor alike        whether the losses must be
+    equal, bit for bit extra        arguments of the script distributed  whether the optimizer is distributed
+    environment  of the job with the adaptor against      environment of the other job, if it has the adaptor;
+    None: the unmodified framework cost         whether the resources of the processes are recorded middle
+    of the steps of a block: their median, or their mean
     """
 
     pairs: int
@@ -65,7 +62,7 @@ class Race:
 
 
 class Referee:
-    """Says whose turn it is; every rank of a job stands at the gate when its block is done."""
+    """Gives the jobs their turns; every rank of a job waits at the gate after its block."""
 
     def __init__(self, name: str, ranks: int) -> None:
         self._expected = 2 * ranks
@@ -88,12 +85,12 @@ class Referee:
             self._await(arm)
 
     def play(self, arm: str) -> int:
-        """Let a job make one block; return what was sent meanwhile over the loopback, in bytes."""
-        before = _loopback()
+        """Let a job make one block; return the bytes sent meanwhile over the loopback."""
+        sent_before = _loopback()
         for connection in self._ranks[arm]:
             connection.sendall(b"!")
         self._await(arm)
-        return _loopback() - before
+        return _loopback() - sent_before
 
     def dismiss(self) -> None:
         for connection in [rank for ranks in self._ranks.values() for rank in ranks]:
@@ -135,19 +132,19 @@ def interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
 
 
 def compare(off: Job, on: Job) -> int:
-    """How many (rank, step) both recorded; JobError where they differ."""
-    known = {
+    """Return the number of (rank, step) recorded by both; raises JobError if they differ."""
+    recorded = {
         (rank, line["iteration"]): (line["losses"], line["grad_norm"])
-        for rank, found in off.records().items()
-        for line in found
+        for rank, lines in off.records().items()
+        for line in lines
     }
     compared = 0
-    for rank, found in on.records().items():
-        for line in found:
+    for rank, lines in on.records().items():
+        for line in lines:
             key = (rank, line["iteration"])
-            if key in known:
+            if key in recorded:
                 compared += 1
-                if known[key] != (line["losses"], line["grad_norm"]):
+                if recorded[key] != (line["losses"], line["grad_norm"]):
                     raise JobError(f"rank {rank}, step {line['iteration']}: the losses differ")
     return compared
 
@@ -158,11 +155,11 @@ def one_start(
     source: random.Random,
     beside: Callable[[str], AbstractContextManager[None]] = lambda arm: nullcontext(),
 ) -> dict[str, Any]:
-    """Start both jobs, let them take turns; `beside` is what is done while a job has its turn.
+    """Start both jobs, and let them take turns; `beside` is active while a job has its turn.
 
     Returns, for each block of each job, the median step time, and the bytes sent and the CPU time in a step;
-    what the ranks wrote down; which job began each pair; how many records were compared. JobError if two
-    differ.
+    the lines of the ranks; the job that began each pair; the number of compared records. Raises JobError if
+    two records differ.
     """
     name = f"ttp-step-cost-{folder.name}-{time.time_ns()}"
     referee = Referee(name, race.ranks)
@@ -279,8 +276,8 @@ def main() -> None:
         ]
         for number, start in enumerate(starts)
     ]
-    whole = {arm: spread([seconds for start in starts for seconds in start[arm]]) for arm in ARMS}
-    rows.append(["all", *(f"{1000 * whole[arm]['median']:.1f}" for arm in ARMS), f"{ratio:.4f}"])
+    total = {arm: spread([seconds for start in starts for seconds in start[arm]]) for arm in ARMS}
+    rows.append(["all", *(f"{1000 * total[arm]['median']:.1f}" for arm in ARMS), f"{ratio:.4f}"])
     of_cpu = {arm: [seconds for start in starts for seconds in start["cpu"][arm]] for arm in ARMS}
     cpu_ratios = [on / off for off, on in zip(of_cpu["off"], of_cpu["on"], strict=True)]
     cpu_off, cpu_on = (1000 * statistics.median(of_cpu[arm]) for arm in ARMS)
@@ -290,11 +287,11 @@ def main() -> None:
     if resolution > 0.01:
         verdict += f", but known only to ±{100 * resolution:.1f} %: use more pairs or a quiet machine"
     compared = sum(start["compared"] for start in starts)
-    what = "online recovery" if options.online else "host copies" if against else "adaptor"
+    tested = "online recovery" if options.online else "host copies" if against else "adaptor"
     middle = "mean" if copies else "median"
     benchmark.finish(
         table([f"{middle} step, ms", "off", "on", "on / off"], rows)
-        + f"\n\n{what} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
+        + f"\n\n{tested} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
         + f"at most {target:g}: {verdict}"
         + f"\nCPU time of a step, all processes: {cpu_off:.1f} and {cpu_on:.1f} ms; "
         + f"{cpu_ratio:.4f}, 95 % interval {cpu_low:.4f} to {cpu_high:.4f}"
@@ -305,7 +302,7 @@ def main() -> None:
             "cpu": {"ratio": cpu_ratio, "interval": [cpu_low, cpu_high]},
             "target": target,
             "reached": ratio <= target,
-            "seconds_per_step": whole,
+            "seconds_per_step": total,
             "compared": compared,
             "starts": starts,
         },

@@ -1,13 +1,13 @@
-"""The cost of a step, part by part, one process on each core: `python benchmarks/step_parts.py`.
+"""The cost of a step, part by part, with a process on each core: `python benchmarks/step_parts.py`.
 
 One job of two processes, each pinned to a core, turns the adaptor off and on every few steps (`_parts.py`).
-So both see the same machine, process groups and memory, and neighbouring blocks are a pair: the figure is the
-middle of the pairs' ratios (the Hodges-Lehmann estimate: the median of the means of any two of them), with
-the 95 % interval that belongs to Wilcoxon's signed ranks. Blocks are short, so that it counts for little
-where a machine is faster for some seconds and slower for others. The parts are the adaptor's own work on the
-main thread; "elsewhere" is the rest of the difference: caches that the parts have emptied, other threads, and
-ranks that wait for each other in the framework's collectives instead of in a part. What
-`step_cost.py` measures besides: the patches themselves, and groups that the framework alone would not have.
+So both arms see the same machine, process groups and memory, and neighbouring blocks are a pair: the figure
+is the middle of the pairs' ratios (the Hodges-Lehmann estimate: the median of the means of any two ratios),
+with the 95 % interval of Wilcoxon's signed ranks. Blocks are short, so that phases in which a machine is
+faster count for little. The parts are the adaptor's own work on the main thread; "elsewhere" is the rest of
+the difference: caches emptied by the parts, other threads, and ranks that wait for each other in the
+framework's collectives instead of in a part. Only `step_cost.py` measures the patches themselves, and groups
+that the framework alone would not have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its replica; `distributed`: its optimizer is."""
+    """A layout with its replica; `distributed`: whether its optimizer is distributed."""
 
     name: str
     environment: Mapping[str, str]
@@ -86,23 +86,23 @@ def measure(row: Row, folder: Path, options: argparse.Namespace) -> list[tuple[B
 
 def summary(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
     """The figures of a row: ratio and interval of wall and CPU time, and medians over pairs."""
-    made: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for key in ("wall", "cpu"):
         # Of logarithms: a ratio and its reciprocal are as far from 1.
-        ratio, *known = map(
+        ratio, *limits = map(
             math.exp, middle([math.log(on[key]["all"] / off[key]["all"]) for off, on in pairs])
         )
-        made[key] = {
+        figures[key] = {
             "off": statistics.median(off[key]["all"] for off, _ in pairs),
             "added": added(pairs, key),
             "ratio": ratio,
-            "interval": known,
+            "interval": limits,
             "parts": parts_of(pairs, key),
         }
     for key in ("switches", "faults", "collectives"):
-        made[key] = added(pairs, key)
-    made["calls"] = parts_of(pairs, "calls")
-    return made
+        figures[key] = added(pairs, key)
+    figures["calls"] = parts_of(pairs, "calls")
+    return figures
 
 
 def added(pairs: Sequence[tuple[Block, Block]], meter: str) -> float:
@@ -127,41 +127,44 @@ def main() -> None:
         parser.error(f"{len(os.sched_getaffinity(0))} core may be used here: {RANKS} processes need one each")
     benchmark = Benchmark("step_parts", vars(options))
     folder = new_folder("step_parts")
-    found = {}
+    summaries = {}
     for number, row in enumerate(ROWS):
         if row.name in options.only:
             print(row.name, flush=True)
             pairs = measure(row, folder / str(number), options)
-            found[row.name] = summary(pairs)
+            summaries[row.name] = summary(pairs)
     shutil.rmtree(folder)
-    benchmark.finish(report(found), {"rows": found})
+    benchmark.finish(report(summaries), {"rows": summaries})
 
 
-def report(found: Mapping[str, Any]) -> str:
-    """The tables: the ratios, and what each part adds to them."""
+def report(summaries: Mapping[str, Any]) -> str:
+    """Return the tables: the ratios, and the addition of each part."""
     rows = []
-    for name, one in found.items():
-        wall, cpu = one["wall"], one["cpu"]
+    for name, figures in summaries.items():
+        wall, cpu = figures["wall"], figures["cpu"]
         half = (wall["interval"][1] - wall["interval"][0]) / 2
-        known = f"±{100 * half:.2f} %" + ("" if half <= RESOLUTION else ": too coarse")
+        precision = f"±{100 * half:.2f} %" + ("" if half <= RESOLUTION else ": too coarse")
         rows.append(
             [
                 name,
                 f"{wall['off']:.1f}",
-                f"{wall['ratio']:.4f} ({wall['interval'][0]:.4f} to {wall['interval'][1]:.4f}, {known})",
+                f"{wall['ratio']:.4f} ({wall['interval'][0]:.4f} to {wall['interval'][1]:.4f}, {precision})",
                 f"{cpu['off']:.1f}",
                 f"{cpu['ratio']:.4f} ({cpu['interval'][0]:.4f} to {cpu['interval'][1]:.4f})",
-                *(f"{one[key]:+.1f}" for key in ("collectives", "switches", "faults")),
+                *(f"{figures[key]:+.1f}" for key in ("collectives", "switches", "faults")),
             ]
         )
     head = ["", "off, ms", "on / off (95 %)", "CPU, off, ms", "CPU, on / off (95 %)"]
     text = table([*head, "collectives", "context switches", "page faults"], rows)
-    for key, what in (("wall", "wall time"), ("cpu", "CPU time")):
-        lines = [[part, *(f"{one[key]['parts'][part]:.3f}" for one in found.values())] for part in PARTS]
-        sums = [one[key]["added"] - sum(one[key]["parts"].values()) for one in found.values()]
+    for key, title in (("wall", "wall time"), ("cpu", "CPU time")):
+        lines = [
+            [part, *(f"{figures[key]['parts'][part]:.3f}" for figures in summaries.values())]
+            for part in PARTS
+        ]
+        sums = [figures[key]["added"] - sum(figures[key]["parts"].values()) for figures in summaries.values()]
         lines.append(["elsewhere", *(f"{value:.3f}" for value in sums)])
-        lines.append(["the difference", *(f"{one[key]['added']:.3f}" for one in found.values())])
-        text += "\n\n" + table([f"{what} that a step adds, ms", *found], lines)
+        lines.append(["the difference", *(f"{figures[key]['added']:.3f}" for figures in summaries.values())])
+        text += "\n\n" + table([f"{title} that a step adds, ms", *summaries], lines)
     return text
 
 

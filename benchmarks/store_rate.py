@@ -1,14 +1,14 @@
 """A push and a pull against the bare client with the same bytes, and the choice of the newest checkpoint:
 `python benchmarks/store_rate.py`.
 
-Each run is a process of its own, as the uploader is; push, bare put, pull and bare get take turns, so all see
-the same machine. `bare` hands each file to the client with the same size and number of parts, and writes what
-it gets to a file, without a checksum, a list or a manifest. The memory is the peak of the process; its CPU
-time is what a training beside it can lose, and depends least on what else the machine does. Stores: a folder
-on this disk, and moto, an S3 server in Python on this machine, which is itself the limit there: it reads a
-whole object for each range that is asked for. So a pull is also compared with the bare client that asks for
-the same ranges, as many at the same time. With `--url s3://bucket/prefix --endpoint URL` another server takes
-its turns, too; its credentials come from the environment, and what is below the prefix is removed.
+Each run is a process of its own, like the uploader; push, bare put, pull and bare get take turns, so all see
+the same machine. `bare` passes each file to the client with the same size and number of parts, and writes the
+received bytes to a file, without a checksum, a list or a manifest. The memory is the peak of the process; its
+CPU time is the loss of a training beside it, and depends least on other load. Stores: a folder on this disk,
+and moto, an S3 server in Python on this machine, which is the bottleneck: it reads a whole object for each
+requested range. So a pull is also compared with the bare client with the same ranges and the same
+concurrency. With `--url s3://bucket/prefix --endpoint URL` another server also takes turns; its credentials
+come from the environment, and objects below the prefix are removed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def bare_get(store: Store, root: Path) -> None:
 
 
 def bare_get_ranges(store: Store, root: Path) -> None:
-    """Read them with the client alone, in the ranges that a pull asks for."""
+    """Read the files with the client alone, in the ranges of a pull."""
     import obstore
 
     for name, stored in store.objects("bare").items():
@@ -100,20 +100,20 @@ WHAT: dict[str, Callable[[Store, Path], object]] = {
 }
 
 
-def run(what: str, url: str, endpoint: str, root: Path) -> dict[str, float]:
-    """Do one thing in a process of its own; return its seconds and the peak of its memory, in bytes."""
-    command = [sys.executable, __file__, "--do", what, url, endpoint, str(root)]
+def run(operation: str, url: str, endpoint: str, root: Path) -> dict[str, float]:
+    """Run an operation in a new process; return its seconds and the peak of its memory, in bytes."""
+    command = [sys.executable, __file__, "--do", operation, url, endpoint, str(root)]
     completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(completed.stdout)
-    return found
+    figures: dict[str, float] = json.loads(completed.stdout)
+    return figures
 
 
-def do(what: str, url: str, endpoint: str, root: str) -> None:
-    """Do one thing in this process, and print what it took."""
+def do(operation: str, url: str, endpoint: str, root: str) -> None:
+    """Run an operation in this process, and print its cost."""
     store = open_store(url, endpoint, make=True)
-    began, before = time.perf_counter(), time.process_time()
-    WHAT[what](store, Path(root))
-    seconds, cpu = time.perf_counter() - began, time.process_time() - before
+    began, cpu_before = time.perf_counter(), time.process_time()
+    WHAT[operation](store, Path(root))
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_before
     # Not of getrusage, which begins with the memory of the process that this one was forked from.
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     memory = int(line.split()[1]) << 10
@@ -121,16 +121,16 @@ def do(what: str, url: str, endpoint: str, root: str) -> None:
 
 
 def measure(url: str, endpoint: str, scratch: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Let them take turns; what one has written goes before the next turn."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in WHAT if name != "choose"}
+    """Let the operations take turns; remove the files of each before the next."""
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in WHAT if name != "choose"}
     store = open_store(url, endpoint, make=True)
     for _ in range(repeats):
-        for name in found:
+        for name in figures:
             root = scratch / "save" if name in ("push", "bare put") else scratch / "pulled"
-            found[name].append(run(name, url, endpoint, root))
+            figures[name].append(run(name, url, endpoint, root))
         store.delete(list(store.objects("")))
         shutil.rmtree(scratch / "pulled")
-    return found
+    return figures
 
 
 def choice(url: str, endpoint: str, scratch: Path, count: int, repeats: int) -> list[float]:
@@ -138,15 +138,15 @@ def choice(url: str, endpoint: str, scratch: Path, count: int, repeats: int) -> 
     store = open_store(url, endpoint, make=True)
     root = scratch / "one"
     object_store.save(root, 1)
-    known = push.read_folder(root, 1)
+    saved = push.read_folder(root, 1)
     push.push(store, root, 1)
-    where = catalog.place(known)
-    objects = {name: store.get(name, 1 << 20) for name in store.objects(where)}
+    place = catalog.place(saved)
+    objects = {name: store.get(name, 1 << 20) for name in store.objects(place)}
     for step in range(2, count + 1):
-        folder = f"{naming.final_name(step)}/{where.partition('/')[2]}"
+        folder = f"{naming.final_name(step)}/{place.partition('/')[2]}"
         for name, content in objects.items():
             body = content.replace(b'"step": 1,', f'"step": {step},'.encode())
-            store.put(f"{folder}/{name.removeprefix(where + '/')}", body)
+            store.put(f"{folder}/{name.removeprefix(place + '/')}", body)
     return [run("choose", url, endpoint, root)["seconds"] for _ in range(repeats)]
 
 
@@ -174,32 +174,39 @@ def main() -> None:
         if parsed.url:
             stores.append((parsed.url, parsed.url, parsed.endpoint))
         for kind, url, endpoint in stores:
-            found = measure(url, endpoint, scratch, parsed.repeats)
-            for ours, bare in BARE:
+            figures = measure(url, endpoint, scratch, parsed.repeats)
+            for operation, bare in BARE:
                 rates = {
-                    name: spread([(parsed.mib << 20) / one["seconds"] for one in found[name]])
-                    for name in (ours, bare)
+                    name: spread(
+                        [(parsed.mib << 20) / run_figures["seconds"] for run_figures in figures[name]]
+                    )
+                    for name in (operation, bare)
                 }
                 # Neighbours in time are compared, and not the medians of minutes.
                 ratio = spread(
-                    [b["seconds"] / o["seconds"] for o, b in zip(found[ours], found[bare], strict=True)]
+                    [
+                        b["seconds"] / o["seconds"]
+                        for o, b in zip(figures[operation], figures[bare], strict=True)
+                    ]
                 )
-                memory = max(one["memory"] for one in found[ours])
+                memory = max(run_figures["memory"] for run_figures in figures[operation])
                 cpu = [
-                    spread([one["cpu"] * 1e9 / (parsed.mib << 20) for one in found[name]])["median"]
-                    for name in (ours, bare)
+                    spread([run_figures["cpu"] * 1e9 / (parsed.mib << 20) for run_figures in figures[name]])[
+                        "median"
+                    ]
+                    for name in (operation, bare)
                 ]
                 rows.append(
                     (
-                        f"{ours}, {kind}{bare.removeprefix(BARE_WORDS[ours])}",
-                        f"{rates[ours]['median'] / 1e6:.0f} MB/s",
+                        f"{operation}, {kind}{bare.removeprefix(BARE_WORDS[operation])}",
+                        f"{rates[operation]['median'] / 1e6:.0f} MB/s",
                         f"{rates[bare]['median'] / 1e6:.0f} MB/s",
                         f"{ratio['median']:.2f} (≥ {TARGETS['rate']})",
                         f"{memory / (1 << 20):.0f} MiB (≤ {TARGETS['memory'] >> 20})",
                         f"{cpu[0]:.2f} ({cpu[1]:.2f})",
                     )
                 )
-                findings[f"{ours} {kind}{bare.removeprefix(BARE_WORDS[ours])}"] = {
+                findings[f"{operation} {kind}{bare.removeprefix(BARE_WORDS[operation])}"] = {
                     "rates": rates,
                     "ratio": ratio,
                     "memory": memory,

@@ -1,15 +1,15 @@
-"""Step time while a checkpoint is sent to an object store, against the same job with nothing sent:
-`python benchmarks/store_step.py`.
+"""Step time during an upload to an object store, against the same job without an upload: `python
+benchmarks/store_step.py`.
 
-The process that sends is the one of `ttprun --ttp-store`, with TTP_STORE_RATE; it is stopped (SIGSTOP) and
+The sending process is that of `ttprun --ttp-store`, with TTP_STORE_RATE; it is stopped (SIGSTOP) and
 continued every few steps of one job, so both arms see the same processes and memory. Neighbouring blocks are
-a pair; the figure is the median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). Each time
-a checkpoint is in the store, the next one is in the save folder: all of them are names of the same files. The
-uploader looks for it each second; pairs in which it sends nothing are left out.
+a pair; the figure is the median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). As soon as
+a checkpoint is in the store, the save folder has the next one: all are names of the same files. The uploader
+looks for new checkpoints each second; pairs without an upload are left out.
 
-The store (`_sink.py`) takes all and keeps nothing, because a real one is another machine. Ranks are pinned to
-a core each. On two cores a job of one rank leaves the uploader a core, as nodes with accelerators do; two
-ranks leave it what nice 10 gets beside them.
+The store (`_sink.py`) accepts everything and keeps nothing, because a real store is another machine. Ranks
+are pinned to a core each. On two cores a job of one rank leaves the uploader a core, as nodes with
+accelerators do; two ranks leave it the share of nice 10.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Checkpoints:
         self._step = 1
 
     def add(self) -> None:
-        """Save the next one, and remove the one before the last."""
+        """Save the next checkpoint, and remove the last but one."""
         self._step += 1
         folder = publish.prepare(self.root, self._step, generation="0f3a5c21")
         target = folder / self._entry.path
@@ -82,7 +82,7 @@ class Checkpoints:
 
 @contextmanager
 def sink() -> Iterator[subprocess.Popen[str]]:
-    """Run the store, on the last core: beside a rank it would be felt as if it were the uploader."""
+    """Run the store on the last core: beside a rank its work would count as the uploader's."""
     with subprocess.Popen(
         [sys.executable, str(_SINK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -94,7 +94,7 @@ def sink() -> Iterator[subprocess.Popen[str]]:
 
 
 class Uploader:
-    """The process of the adaptor that sends checkpoints, and who gives it the next one."""
+    """The process of the adaptor that sends checkpoints, with the supply of checkpoints."""
 
     def __init__(self, checkpoints: Checkpoints, endpoint: str, rate: int) -> None:
         self._checkpoints = checkpoints
@@ -127,29 +127,29 @@ class Uploader:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End it at once; a process that is stopped, too."""
+        """End the process at once, even if it is stopped."""
         self._process.kill()
         self._process.wait()
 
 
-def measure(ranks: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a job of so many ranks; return its pairs of blocks, and what the uploader has sent and taken."""
+def measure(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a job of so many ranks; return its pairs of blocks, and the bytes and CPU time of the uploader."""
     folder.mkdir()
     with sink() as store:
         assert store.stdout is not None
         assert store.stdin is not None
         endpoint = f"http://127.0.0.1:{int(store.stdout.readline())}"
-        uploader = Uploader(Checkpoints(folder / "save", given.mib), endpoint, given.rate)
+        uploader = Uploader(Checkpoints(folder / "save", options.mib), endpoint, options.rate)
         job = Job(
             folder / "job",
             adaptor=True,
-            train_iters=WARM_UP + 2 * given.pairs * given.block + 1,
+            train_iters=WARM_UP + 2 * options.pairs * options.block + 1,
             ranks=ranks,
             extra=[
-                *model(given.layers, given.hidden, given.sequence),
-                *("--global-batch-size", str(given.global_batch)),
+                *model(options.layers, options.hidden, options.sequence),
+                *("--global-batch-size", str(options.global_batch)),
             ],
-            uploading=f"{given.block},{given.pairs},{given.seed},{WARM_UP},{uploader.pid}",
+            uploading=f"{options.block},{options.pairs},{options.seed},{WARM_UP},{uploader.pid}",
             environment={"TTP_HANG": "0", "TTP_REPLICA": "none" if ranks == 1 else "auto"},
         )
         try:
@@ -162,25 +162,25 @@ def measure(ranks: int, folder: Path, given: argparse.Namespace) -> dict[str, An
             uploader.end()
         if code != 0:
             raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
-        found = job.watched()
-        if len(found) != 2 * given.pairs * ranks:
-            raise JobError(f"{ranks} ranks: {len(found)} blocks were written down: see {job.log}")
+        lines = job.watched()
+        if len(lines) != 2 * options.pairs * ranks:
+            raise JobError(f"{ranks} ranks: {len(lines)} blocks were written down: see {job.log}")
         store.stdin.close()
         taken = json.loads(store.stdout.readline())
     failed = [line for line in uploader.said if _SENT not in line]
     if failed or not taken["bytes"]:
         raise JobError(f"the uploader has not sent what it was to send: {failed}")
-    pairs = [pair for pair in paired(found) if pair[1]["sent"] > _NOTHING]
+    pairs = [pair for pair in paired(lines) if pair[1]["sent"] > _NOTHING]
     if not pairs:
         raise JobError(f"{ranks} ranks: nothing was sent in any block: use a larger --block")
     return {"pairs": pairs, "bytes": taken["bytes"], "cpu": cpu, "cpu_of_store": taken["cpu"]}
 
 
-def report(found: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]:
+def report(results: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]:
     """Return the table, and a line for each job."""
     rows, lines = [], []
-    for ranks, one in found.items():
-        pairs: list[tuple[Measured, Measured]] = one["pairs"]
+    for ranks, result in results.items():
+        pairs: list[tuple[Measured, Measured]] = result["pairs"]
         for key, name in (("wall", "wall time"), ("cpu", "CPU time")):
             ratios = [on[key] / off[key] for off, on in pairs]
             low, high = interval(ratios, seed)
@@ -188,13 +188,16 @@ def report(found: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]
             off = statistics.median(off[key] for off, _ in pairs)
             rows.append([ranks, f"{name}, ms", f"{off:.2f}", f"{ratio:.4f} ({low:.4f} to {high:.4f})"])
             if key == "wall":
-                known = "MISSED" if low > TARGET else "reached" if high <= TARGET else "not known: more pairs"
+                outcome = (
+                    "MISSED" if low > TARGET else "reached" if high <= TARGET else "not known: more pairs"
+                )
                 rate = statistics.median(1000 * on["sent"] / on["wall"] for _, on in pairs)
-                each = one["bytes"] / 1e9
+                gigabytes = result["bytes"] / 1e9
+                of_store = result["cpu_of_store"] / gigabytes
                 lines.append(
-                    f"{ranks} ranks: sending / not sending {ratio:.4f}, at most {TARGET:g}: {known};"
+                    f"{ranks} ranks: sending / not sending {ratio:.4f}, at most {TARGET:g}: {outcome};"
                     f" {len(pairs)} pairs, {rate:.0f} MB/s are sent. For each GB the uploader takes"
-                    f" {one['cpu'] / each:.2f} s of CPU time, the store {one['cpu_of_store'] / each:.2f} s"
+                    f" {result['cpu'] / gigabytes:.2f} s of CPU time, the store {of_store:.2f} s"
                 )
     return table(["ranks", "of a step", "not sending", "sending / not sending (95 %)"], rows), lines
 
@@ -210,15 +213,15 @@ def main() -> None:
     options = parser.parse_args()
     benchmark = Benchmark("store_step", vars(options))
     folder = new_folder("store_step")
-    found = {}
+    results = {}
     for ranks in options.ranks:
         began = time.monotonic()
-        found[ranks] = measure(ranks, folder / str(ranks), options)
+        results[ranks] = measure(ranks, folder / str(ranks), options)
         shutil.rmtree(folder / str(ranks))  # some gigabytes
         print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
     shutil.rmtree(folder)
-    text, lines = report(found, options.seed)
-    benchmark.finish("\n".join([text, "", *lines]), {"target": TARGET, "jobs": found})
+    text, lines = report(results, options.seed)
+    benchmark.finish("\n".join([text, "", *lines]), {"target": TARGET, "jobs": results})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`python -m adaptor transform` against `cp -r` and a sync of the files that it has written.
+"""`python -m adaptor transform` against `cp -r` and a sync of its output.
 
-In each round the command transforms a checkpoint with random content, as a user starts it, and `cp -r` with a
-sync of the new folder copies what came of it; the two take turns in going first. The ratio of a round is that
-of neighbours, so noise of the machine that lasts longer than a round does not count. Both read from the page
-cache, since the checkpoint was just written, unless it is larger than the memory.
+In each round the command transforms a checkpoint with random content, as a user starts it, and `cp -r` copies
+the output and syncs the new folder; the two take turns in going first. The ratio is that of one round, so
+noise that lasts longer than a round does not count. Both read from the page cache, since the checkpoint was
+just written, unless it is larger than the memory.
 
-`--profile` prints where one process spends its time when it writes all ranks.
+`--profile` prints where a process spends its time when it writes all ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _profile(source: Path, target: Path, options: list[str]) -> str:
     profile.runcall(command, ["transform", str(source), str(target), *options, "--workers", "1"])
     stats = pstats.Stats(profile)
     rows = []
-    for (file, line, name), (_, calls, own, _, _) in stats.stats.items():  # type: ignore[attr-defined]
-        rows.append((own, calls, f"{Path(file).name}:{line} {name}" if line else name))
+    for (file, line, name), (_, calls, own_seconds, _, _) in stats.stats.items():  # type: ignore[attr-defined]
+        rows.append((own_seconds, calls, f"{Path(file).name}:{line} {name}" if line else name))
     return table(
         ("seconds of its own", "calls", "function"),
-        [(f"{own:.3f}", calls, name) for own, calls, name in sorted(rows, reverse=True)[:12]],
+        [(f"{own_seconds:.3f}", calls, name) for own_seconds, calls, name in sorted(rows, reverse=True)[:12]],
     )
 
 
@@ -84,19 +84,22 @@ def main() -> None:
     took: dict[str, list[float]] = {"transform": [], "cp -r and sync": []}
     shutil.rmtree(copy, ignore_errors=True)
     for number in range(options.rounds):
-        other = target.rename(options.folder / "before")
-        for what in sorted(took, reverse=number % 2 == 0):
-            if what == "transform":
-                took[what].append(_seconds(transform))
+        earlier = target.rename(options.folder / "before")
+        for name in sorted(took, reverse=number % 2 == 0):
+            if name == "transform":
+                took[name].append(_seconds(transform))
             else:
-                took[what].append(_copied(other, copy))
+                took[name].append(_copied(earlier, copy))
         shutil.rmtree(copy)
-        shutil.rmtree(other)
+        shutil.rmtree(earlier)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    ratios = [theirs / ours for ours, theirs in zip(took["transform"], took["cp -r and sync"], strict=True)]
+    ratios = [
+        copy_s / transform_s
+        for transform_s, copy_s in zip(took["transform"], took["cp -r and sync"], strict=True)
+    ]
     rows = [
-        (what, f"{s['median']:.2f}", f"{s['min']:.2f} to {s['max']:.2f}", f"{size / s['median'] / 1e6:.0f}")
-        for what, s in ((what, spread(times)) for what, times in took.items())
+        (name, f"{s['median']:.2f}", f"{s['min']:.2f} to {s['max']:.2f}", f"{size / s['median'] / 1e6:.0f}")
+        for name, s in ((name, spread(times)) for name, times in took.items())
     ]
     ratio = spread(ratios)
     text = table(("", "median s", "from to", "MB/s"), rows)
