@@ -333,7 +333,8 @@ def _body(
         body["args"] = _args_of(state, record)
     body["checkpoint_version"] = 3.0
     body["iteration"] = record.step
-    model = _format(state).model(state.chunks)
+    with state.buffers.saved_as(record.buffers, exchange.device.to_host):
+        model = _format(state).model(state.chunks)
     if (keeps := state.contents.keeps) is not None:
         model = {
             key: {name: value for name, value in saved.items() if keeps(name)} for key, saved in model.items()

@@ -122,6 +122,9 @@ class MegatronTrainee:
         for mirror in filter(None, self.mirrors):
             mirror.update()
 
+    def after_evaluation(self) -> None:
+        self.state.buffers.histories.after_evaluation()
+
     def take_record(self, step: int) -> StepRecord:
         state = self.state
         return step_record.take(
@@ -130,7 +133,7 @@ class MegatronTrainee:
             state.optimizer,
             state.scheduler,
             self.random.take(),
-            state.buffers.take(),
+            state.buffers.take(between_steps=True),
             self.rerun(),
             self.loaders.take(),
         )

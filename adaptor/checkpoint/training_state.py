@@ -7,6 +7,7 @@ Invariant of `place_of`: all ranks find the same groups and shards, from the gat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from adaptor import context, plug_ins
 from adaptor.checkpoint import layer_wise, shards, step_record
+from adaptor.checkpoint.amax_histories import AmaxHistories
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
@@ -39,6 +41,7 @@ class Buffers:
     """
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        """`histories`: the state of delayed scaling."""
         self._places = [
             (module, name)
             for chunk in model
@@ -46,25 +49,38 @@ class Buffers:
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
+        self.histories = AmaxHistories(model)
 
-    def take(self) -> tuple[torch.Tensor | None, ...]:
-        """Return copies of the current buffers, None for a buffer that does not exist."""
-        return tuple(None if live is None else live.detach().clone() for live in self._live())
+    def take(self, *, between_steps: bool = False) -> tuple[torch.Tensor | None, ...]:
+        """Return copies of the current buffers, None where there is no buffer, and then of `histories`."""
+        histories = self.histories.take_between_steps() if between_steps else self.histories.take()
+        buffers = (None if live is None else live.detach().clone() for live in self._live())
+        return (*buffers, *histories)
 
     def copies(self, taken: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """Return the copies in `taken`, by the current address of the live buffer."""
         return {
             live.data_ptr(): copy
-            for live, copy in zip(self._live(), taken, strict=True)
+            for live, copy in zip(self._live(), taken, strict=False)
             if live is not None and copy is not None and live.numel()
         }
 
     @torch.no_grad()
     def put_back(self, taken: Sequence[torch.Tensor | None]) -> None:
         """Restore the values that `take` has copied in the live buffers."""
-        for live, copy in zip(self._live(), taken, strict=True):
+        for live, copy in zip(self._live(), taken, strict=False):
             if live is not None and copy is not None:
                 live.copy_(copy)
+        self.histories.put_back(self._of_histories(taken))
+
+    def saved_as(
+        self, taken: Sequence[torch.Tensor | None], to_host: Callable[[torch.Tensor], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Let modules return the histories in `taken` as their `_extra_state`."""
+        return self.histories.saved_as(self._of_histories(taken), to_host)
+
+    def _of_histories(self, taken: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        return [copy for copy in taken[len(self._places) :] if copy is not None]
 
     def _live(self) -> list[torch.Tensor | None]:
         return [module._buffers[name] for module, name in self._places]

@@ -6,7 +6,7 @@ So tied embeddings need no rule: on one pipeline stage both names have the same 
 last stage is a param of its own, with a main param of its own.
 
 A weight that Transformer Engine keeps in fp8 is quantized anew, by its own quantizer, and saved dequantized,
-as the framework saves it in the format `torch_dist`. Its scales depend on the main param alone: recipes with
+as the framework saves it in the format `torch_dist`. Its scales depend on the main param alone: weights with
 scales of earlier steps are refused (`supported_options`).
 """
 

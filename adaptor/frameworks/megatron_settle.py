@@ -16,7 +16,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import layer_wise, shards, step_record
+from adaptor.checkpoint import amax_histories, layer_wise, shards, step_record
 from adaptor.replica import optimizer_state
 
 # What routers of experts add up in the forward passes of a step. The framework zeroes it when the gradients
@@ -74,6 +74,7 @@ def settle_core(model: Sequence[Any]) -> None:
     for name in _OVERLAPS:
         getattr(sys.modules.get(name), _INPUTS_OF_SHARED_EXPERTS, []).clear()
     forget_auxiliary_losses()
+    amax_histories.forget_order(model)
 
 
 def _forget_parts(module: Any) -> None:

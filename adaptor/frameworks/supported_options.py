@@ -308,11 +308,12 @@ def _recipes() -> str:
 def _require_fp8(config: Any, format: str) -> None:
     recipe = _recipe(config)
     if getattr(config, "fp8", None) and recipe not in _STATELESS_RECIPES:
-        raise UnsupportedError(
-            f"--fp8-recipe is {recipe}: its scales depend on steps before, and Transformer Engine changes"
-            f" this history within a step, so it cannot be protected yet; use {_recipes()}, or set"
-            " ENABLE_TTP=False"
-        )
+        for holds, why in _obstacles_to_histories(config, recipe):
+            if holds:
+                raise UnsupportedError(
+                    f"--fp8-recipe is {recipe}: {why}, so it cannot be protected; use {_recipes()}, or set"
+                    " ENABLE_TTP=False"
+                )
     if not getattr(config, "fp8_param_gather", False):
         return
     if not _is_torch_dist(config, format):
@@ -320,6 +321,28 @@ def _require_fp8(config: Any, format: str) -> None:
             "--fp8-param-gather is True: last words in the format torch would have other scales than the"
             " framework's own; use --ckpt-format torch_dist (Megatron-core 0.13 or later), or set"
             " ENABLE_TTP=False"
+        )
+
+
+def _obstacles_to_histories(config: Any, recipe: str) -> Iterator[tuple[Any, str]]:
+    """Yield conditions under which the histories of largest elements are not protected, and why not."""
+    yield recipe != "delayed", "the state of its quantizers is not known"
+    yield "mindspeed" in sys.modules, "MindSpeed keeps its histories in modules of its own"
+    yield (
+        getattr(config, "tp_only_amax_red", False),
+        "with --tp-only-amax-red each data-parallel rank has histories of its own, without a second copy",
+    )
+    yield (
+        getattr(config, "fp8_param_gather", False),
+        "with --fp8-param-gather the update uses scales that the next forward pass changes",
+    )
+    if "transformer_engine" in sys.modules:
+        from megatron.core.utils import is_te_min_version
+
+        yield not is_te_min_version("2.0.0"), "Transformer Engine before 2.0 saves it in another form"
+        yield (
+            getattr(config, "recompute_granularity", None) and not is_te_min_version("2.4.0"),
+            "with recomputation Transformer Engine before 2.4 leaves each rank with histories of its own",
         )
 
 

@@ -92,6 +92,7 @@ def most_bytes(trainee: MegatronTrainee) -> int:
     taken = (trainee.random.take(), trainee.loaders.take(), state.buffers.take())
     record = (*taken, step_record.take_groups(state.optimizer), schedule)
     size = _SLACK + 2 * len(transfer.pack(record)) + 2 * len(take_extra(trainee))
+    size += state.buffers.histories.most_bytes
     for _, optimizer in own_shards(trainee.state.optimizer):
         params = twin.params(optimizer)
         # Main params in float32 may be elsewhere (`optimizer_state.Storage`).

@@ -142,6 +142,9 @@ class HandledTrainee:
     def update_replicas(self) -> None:
         """Do nothing: the script's own optimizer updates replicas, too."""
 
+    def after_evaluation(self) -> None:
+        """Do nothing: the script's handlers save what an evaluation changes."""
+
     def take_record(self, step: int) -> int:
         return step
 

@@ -79,6 +79,9 @@ class Trainee(Protocol):
     def update_replicas(self) -> None:
         """Update the copies of other ranks' shards, after the own update; main thread."""
 
+    def after_evaluation(self) -> None:
+        """Note what an evaluation has changed between two steps: collective, on the main thread."""
+
     def has_state(self) -> bool:
         """Return False while the optimizer lacks saved state (before its first update)."""
 

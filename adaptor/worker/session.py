@@ -286,6 +286,8 @@ class Session:
         self.pace.begin_phase(name, usual_s)
         try:
             yield
+            if name == "evaluation":
+                self.trainee.after_evaluation()
         except BaseException:
             self.pace.end_phase(is_measure=False)
             raise

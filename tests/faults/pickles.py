@@ -27,7 +27,7 @@ _strangers: dict[tuple[str, str], type] = {}
 
 class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "megatron":
+        if module.partition(".")[0] in ("megatron", "transformer_engine"):
             return _strangers.setdefault((module, name), type(name, (_Stranger,), {}))
         return super().find_class(module, name)
 

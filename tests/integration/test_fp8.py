@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, keeping, scenario
-from tests.faults.harness import DP2, Layout, job_in
+from tests.faults import harness, keeping, outcome, scenario
+from tests.faults.harness import DP2, ITERATIONS, Layout, job_in
+from tests.faults.same import differences
 from tests.integration.test_online import online, trains_on
 
 WITH_TRANSFORMER_ENGINE = {"PYTHONPATH": str(harness.ROOT / "tests/standins/te")}
@@ -38,25 +39,68 @@ TENSORWISE = fp8(
 )
 # With --overlap-param-gather a save of 0.15.0rc5 changes what the framework itself trains from there on.
 MXFP8 = fp8("mxfp8", "mxfp8", WEIGHTS, "--reuse-grad-buf-for-mxfp8-param-ag", *MOMENTS)
+# An evaluation leaves its largest elements to the step behind it.
+DELAYED = fp8(
+    "delayed",
+    "delayed",
+    *("--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"),
+    *("--eval-interval", "4", "--eval-iters", "2", "--split", "90,10,0"),
+)
 # A chain of two optimizers, each of which compares the largest elements of its weights over its ranks.
 EXPERTS = fp8("experts", "blockwise", WEIGHTS, *harness.EXPERTS)
 
 
-@pytest.mark.parametrize("layout", [TENSORWISE, MXFP8, EXPERTS], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [TENSORWISE, MXFP8, EXPERTS, DELAYED], ids=lambda layout: layout.name)
 def test_only_the_failed_rank_is_replaced(layout: Layout, tmp_path: Path) -> None:
     """The last words, and the training after them, equal those of the framework bit for bit."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
     trains_on(online(tmp_path, layout, faults, environment=WITH_TRANSFORMER_ENGINE), baseline_of(layout))
 
 
-def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
+def test_an_evaluation_before_the_fault(tmp_path: Path) -> None:
+    """The largest elements that the killed rank alone has evaluated are those of its successor, too.
+
+    The framework saves rank 0's own, last words the maximum.
+    """
+    baseline = baseline_of(DELAYED)
+    faults = ["rank=1,step=5,phase=backward,kind=sigkill"]
+    job = online(tmp_path, DELAYED, faults, environment=WITH_TRANSFORMER_ENGINE)
+    outcome.assert_same_training(harness.run(job, code=0), baseline.records, steps={5, 6, 7, ITERATIONS})
+    assert job.save is not None
+    scenario.assert_as_saved(job.save, [ITERATIONS], baseline)
+    step = f"iter_{4:07d}"
+    lines = differences(job.save / step, baseline.checkpoints / step)
+    assert lines, "no largest element was that of rank 1"
+    assert all(line.endswith("amax_history_fwd: other bits") for line in lines), lines
+
+
+@pytest.mark.parametrize("layout", [BLOCKWISE, DELAYED], ids=lambda layout: layout.name)
+def test_the_framework_goes_on_by_itself(layout: Layout, tmp_path: Path) -> None:
     job = job_in(
         tmp_path,
-        BLOCKWISE,
+        layout,
         faults=["rank=1,step=6,phase=backward,kind=sigkill"],
         environment=WITH_TRANSFORMER_ENGINE,
     )
-    scenario.survives(job, baseline_of(BLOCKWISE), code=137, saved={5}, resumed=True)
+    scenario.survives(job, baseline_of(layout), code=137, saved={5}, resumed=True)
+
+
+def test_copies_in_host_memory(tmp_path: Path) -> None:
+    """Both ranks are killed; new processes write the histories before any forward pass."""
+    job = job_in(
+        tmp_path,
+        DELAYED,
+        options=["--ttp-host-copy", "1"],
+        restarts=1,
+        faults=["rank=1,step=8,phase=backward,kind=sigkill,also=0"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    baseline = baseline_of(DELAYED)
+    result = harness.run(job, code=0)
+    assert "[ttp] step 7 is written from the copies in host memory (nothing was saved)" in result.said
+    assert job.save is not None
+    scenario.assert_as_saved(job.save, [7], baseline)
+    outcome.assert_same_training(result, baseline.records)
 
 
 def test_a_restart_with_weights_in_fp8(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ class Trainee:
         self.updates = 0
         self.step = job.origin
 
+    def after_evaluation(self) -> None:
+        """Do nothing: an evaluation changes no state."""
+
     def take_record(self, step: int) -> tuple[int, int]:
         return step, self.updates
 

@@ -176,8 +176,16 @@ def test_an_unprotected_option_is_named_in_one_line(name: str, value: Any) -> No
             "--ckpt-format is torch: with --optimizer dist_muon, or muon and --use-distributed-optimizer, ",
         ),
         ({"optimizer": "dist_muon", "ckpt_format": "torch"}, "--ckpt-format is torch: with --optimizer dist"),
-        ({"fp8": "hybrid"}, "--fp8-recipe is delayed: its scales depend on steps before"),
-        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "--fp8-recipe is custom: "),
+        ({"fp8": "hybrid"}, ""),
+        (
+            {"fp8": "hybrid", "tp_only_amax_red": True},
+            "--fp8-recipe is delayed: with --tp-only-amax-red each data-parallel rank has histories of its",
+        ),
+        (
+            {"fp8": "hybrid", "fp8_param_gather": True},
+            "--fp8-recipe is delayed: with --fp8-param-gather the update uses scales that",
+        ),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "--fp8-recipe is custom: the state of its quantizers"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, ""),
         (
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},

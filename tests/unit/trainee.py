@@ -70,6 +70,9 @@ class CountingTrainee:
     def update_replicas(self) -> None:
         """Do nothing: no shard of another rank is mirrored."""
 
+    def after_evaluation(self) -> None:
+        """Do nothing: an evaluation changes no state."""
+
     def take_record(self, step: int) -> Record:
         self.on_record()
         return Record(step, self.samples, self.scale)

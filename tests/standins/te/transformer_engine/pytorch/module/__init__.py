@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,26 +30,42 @@ def _quantizer(of: Any) -> Quantizer:
     return _QUANTIZERS[type(of)]()
 
 
+def _nothing() -> None:
+    """End a backward pass that reduces nothing."""
+
+
 class _Product(torch.autograd.Function):
-    """A matrix product of numbers that were rounded to fp8, forward and backward."""
+    """A matrix product of numbers that were rounded to fp8, forward and backward.
+
+    `rounded` returns the numbers of a tensor, by the tensor's name; `ends` is called after the backward pass.
+    """
 
     @staticmethod
-    def forward(context: Any, values: torch.Tensor, weight: torch.Tensor, fp8: Any) -> torch.Tensor:
-        def rounded(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, QuantizedTensor):
-                return tensor.dequantize()
-            return tensor if fp8 is None else _quantizer(fp8)(tensor).dequantize()
-
-        context.rounded = rounded
-        context.operands = rounded(values), rounded(weight)
+    def forward(
+        context: Any, values: torch.Tensor, weight: torch.Tensor, rounded: Any, ends: Any
+    ) -> torch.Tensor:
+        context.rounded, context.ends = rounded, ends
+        context.operands = rounded(values, "input"), rounded(weight, "weight")
         return functional.linear(*context.operands)
 
     @staticmethod
     def backward(context: Any, grad: torch.Tensor) -> Any:
         values, weight = context.operands
-        grad = context.rounded(grad.contiguous())
+        grad = context.rounded(grad.contiguous(), "grad_output")
         rows = grad.reshape(-1, grad.shape[-1])
-        return grad @ weight, rows.t() @ values.reshape(-1, values.shape[-1]), None
+        grads = grad @ weight, rows.t() @ values.reshape(-1, values.shape[-1]), None, None
+        context.ends()
+        return grads
+
+
+def _rounded(fp8: Any, tensor: torch.Tensor, _name: str) -> torch.Tensor:
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.dequantize()
+    return tensor if fp8 is None else _quantizer(fp8)(tensor).dequantize()
+
+
+def _reduce_backward() -> None:
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 class Linear(TransformerEngineBaseModule):
@@ -112,11 +129,26 @@ class Linear(TransformerEngineBaseModule):
         return weight if fp8 is None else _quantizer(fp8)(weight)
 
     def forward(self, values: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        out = _Product.apply(self._before(values), self.weight, FP8GlobalStateManager.recipe)
+        rounded, ends = partial(_rounded, FP8GlobalStateManager.recipe), _nothing
+        if self.prepare_forward():
+            rounded = partial(self._with_scales, is_first_microbatch is not False)
+            if torch.is_grad_enabled() and FP8GlobalStateManager.is_first_fp8_module():
+                ends = _reduce_backward
+        out = _Product.apply(self._before(values), self.weight, rounded, ends)
         out = self._behind(out)
         if self.return_bias:
             return out, self.bias
         return out if self.bias is None else out + self.bias
+
+    def _with_scales(self, updates_weight: bool, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the numbers of a tensor under delayed scaling; the weight's are those of the first
+        micro-batch."""
+        if name == "weight":
+            if updates_weight or name not in self._fp8_workspaces:
+                self._fp8_workspaces[name] = self.quantizers["scaling_fwd"][1].rounded(tensor)
+            return self._fp8_workspaces[name]
+        key = "scaling_fwd" if name == "input" else "scaling_bwd"
+        return self.quantizers[key][0].rounded(tensor)
 
     def _before(self, values: torch.Tensor) -> torch.Tensor:
         if not self._is_cut or self.parallel_mode != "column":
@@ -161,8 +193,10 @@ class LayerNormLinear(Linear):
     def forward(self, values: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self.normalization == "LayerNorm":
-            return super().forward(functional.layer_norm(values, weight.shape, weight, bias, self.eps))
-        return super().forward(functional.rms_norm(values, weight.shape, weight, self.eps))
+            values = functional.layer_norm(values, weight.shape, weight, bias, self.eps)
+        else:
+            values = functional.rms_norm(values, weight.shape, weight, self.eps)
+        return super().forward(values, is_first_microbatch)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -253,9 +287,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         super().__init__()
         if bias:
             raise NotImplementedError("this stand-in's experts have no bias")
-        self.num_gemms, self.fp8, self.fp8_calibration = num_gemms, False, False
+        self.num_gemms = num_gemms
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.fp8_meta = {"fp8_checkpoint": False}
         names = (rng_tracker_name,) if rng_tracker_name else ()
         for expert in range(num_gemms):
             weight = torch.empty(out_features, in_features, dtype=params_dtype)
