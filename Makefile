@@ -40,8 +40,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 	@$(BIN)/python -m demo $(DEMO)
 
-# A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
-# and then takes what others have left.
+# A worker begins with its share of the long tests, then of the others (tests/forked_workers.py), so most tests that
+# share a fixture run in one place, and then takes what others have left.
 # More run at the same time than there are cores, since many tests wait most of the time.
 pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 3)) --dist worksteal
 

@@ -116,7 +116,7 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
         "rank=3,phase=give,kind=sigkill,since=7",
     ]
     save = tmp_path / "save"
-    options = ("--ttp-online", "60", "--ttp-hang", "5")
+    options = ("--ttp-online", "60", "--ttp-hang", "8")
     job = ("--save", str(save), *STREAM)
     result = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, code=0)
     result.assert_says("rank 2 does not answer; replaced by pid ")

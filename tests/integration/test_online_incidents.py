@@ -57,7 +57,7 @@ def test_a_rank_hangs(
         tmp_path,
         layout,
         [f"rank=1,step=6,phase={phase},kind={kind}"],
-        options=("--ttp-spares", "0", "--ttp-hang", "5"),
+        options=("--ttp-spares", "0", "--ttp-hang", "8"),
     )
     result = trains_on(job, baseline_of(layout))
     assert cause in replacement(result)
@@ -127,7 +127,7 @@ def test_a_survivor_that_is_stopped_at_the_order_to_proceed_is_noticed(
 ) -> None:
     """The new process waits for the survivor before both call their loops again."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=0,phase=proceed,kind=sigstop"]
-    options = ("--ttp-spares", "0", "--ttp-hang", "5")
+    options = ("--ttp-spares", "0", "--ttp-hang", "8")
     result = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
     assert any("rank 0 does not answer; replaced by pid " in line for line in result.said), result.said
 
@@ -139,7 +139,7 @@ def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
         "rank=1,step=6,phase=backward,kind=sigkill",
         "rank=1,step=6,phase=backward,kind=sigstop,restart=-1",
     ]
-    options = ("--ttp-spares", "0", "--ttp-hang", "5")
+    options = ("--ttp-spares", "0", "--ttp-hang", "8")
     result = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
     assert any("rank 1 does not answer; replaced by pid " in line for line in result.said), result.said
 
