@@ -190,11 +190,6 @@ class AgentControl:
         return self.client.controller_host if self.client is not None else None
 
     @property
-    def is_first(self) -> bool:
-        """Return whether this node was node 0 when the workers started, and so has the lease."""
-        return self.node == 0 and not self._joins
-
-    @property
     def has_lost_node_0(self) -> bool:
         """Return whether node 0 is known to be lost, and no spare node has come in its place."""
         client, host = self.client, self.controller_host
@@ -287,7 +282,7 @@ class AgentControl:
                     self._folder_tasks.expect_parts()
                 if save:
                     self._folder_tasks.saves.add(save)
-                    if self.is_first:
+                    if self.node == 0 and not self._joins:
                         self.lease.keep(Path(save))
                     hooks.each(self.hooks, lambda hook: hook.saves_to(Path(save)))
             case Copied():
@@ -439,7 +434,7 @@ class AgentControl:
             self.generation,
             members.agents_of(members.agents),
             members.agents_of(lost),
-            is_first=self.is_first,
+            is_first=self.node == 0 and not self._joins,
             store=store,
             leaving=leaving,
         )

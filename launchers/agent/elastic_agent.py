@@ -470,24 +470,7 @@ class SurvivorsAgent(LocalElasticAgent):
             return may_be_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
         if verdict.lost and is_fixed:
             return self._fill(verdict, worker_group)
-        return may_be_enough and self._takes_lease(verdict)
-
-    def _takes_lease(self, verdict: Verdict) -> bool:
-        """Return False if the other side of a cut network goes on; the controller's node asks the lease.
-
-        The first node 0 has the lease. A spare node in its place has not, and would wait for other nodes.
-        """
-        control = self._control
-        has_controller = control.controller_host is not None and not control.is_first
-        if not (verdict.lost and self._remaining_restarts and has_controller):
-            return True
-        refusal = wait_for(
-            lambda: control.thread.wait_for(control.note_lost(verdict.lost, leaving=control.node != 0)),
-            lambda: f"the save folder {verdict.save_folder}",
-        )
-        if refusal:
-            self._record.stopped = f"; not started again: {refusal}"
-        return not refusal
+        return may_be_enough
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if spare nodes take the places of all lost nodes; the controller's node decides."""
