@@ -67,7 +67,7 @@ def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
     Args:
         process: the process's file `cgroup` in /proc.
     """
-    for line in _read(process).splitlines():
+    for line in text_of(process).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -119,9 +119,9 @@ class OutOfMemoryKills:
             return ""
         self._known[folder] += 1
         limits = [
-            int(text) for each in (folder, *folder.parents) if (text := _read(each / names.limit)).isdigit()
+            int(text) for each in (folder, *folder.parents) if (text := text_of(each / names.limit)).isdigit()
         ]
-        limit, peak = min(limits, default=_UNLIMITED), _read(folder / names.peak)
+        limit, peak = min(limits, default=_UNLIMITED), text_of(folder / names.peak)
         words = ["killed by the kernel: out of memory"]
         if names is _MACHINE:
             words.append("by the count of the whole machine")
@@ -134,14 +134,15 @@ class OutOfMemoryKills:
 
 def _kills(folder: Path, names: _Names) -> int | None:
     """Return how many processes of a control group the kernel has killed for want of memory."""
-    for line in _read(folder / names.kills).splitlines():
+    for line in text_of(folder / names.kills).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():
             return int(value)
     return None
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a small file of the kernel; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -326,6 +326,12 @@ def may_be_same(first: FileEntry, second: FileEntry) -> bool:
     return first.bytes == second.bytes and len({first.xxh3_128, second.xxh3_128} - {None}) < 2
 
 
+def may_have(files: Iterable[FileEntry], wanted: Iterable[FileEntry]) -> bool:
+    """Return True if `files` may have the same content as `wanted`, or contain further files."""
+    by_path = {file.path: file for file in files}
+    return all(file.path in by_path and may_be_same(file, by_path[file.path]) for file in wanted)
+
+
 def missing_from_part(
     folder: Path, part: Sequence[FileEntry], theirs: Sequence[FileEntry], loads: Sequence[str]
 ) -> list[str]:

@@ -31,6 +31,7 @@ from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
 from adaptor.online.groups import Groups
 from adaptor.protection_plan import ParallelLayout
+from adaptor.replica import group
 from adaptor.replica.choice import ReplicaChoice
 
 NAMES = (
@@ -145,7 +146,7 @@ class AscendLoop(TrainingLoop):
         if args.exit_duration_in_mins and not ends:
             minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
             exit_vote = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
-            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, self._everyone)
+            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, group.of_training_job())
             ends = bool(exit_vote.item())
         if ends:
             if not is_saved:

@@ -266,12 +266,6 @@ class TrainingLoop(ProtectedLoop):
             (parameter.device for chunk in self._model for parameter in chunk.parameters()), "cpu"
         )
 
-    @property
-    def _everyone(self) -> dist.ProcessGroup:
-        everyone = group.of_this_job()
-        assert everyone is not None
-        return everyone
-
     def set_args(self, values: Mapping[str, Any]) -> None:
         """Set arguments of the framework."""
         set_args(self.args(), values)
@@ -321,7 +315,7 @@ class TrainingLoop(ProtectedLoop):
     def agree(self, step: int) -> None:
         def all_have(is_done: bool) -> bool:
             vote = torch.tensor([int(is_done)], device="cpu")
-            dist.all_reduce(vote, dist.ReduceOp.MIN, self._everyone)
+            dist.all_reduce(vote, dist.ReduceOp.MIN, group.of_training_job())
             return bool(vote.item())
 
         self._tail.agree(step, all_have)
@@ -362,7 +356,7 @@ class TrainingLoop(ProtectedLoop):
         self.leave_loop(record)
         if record.step > self._start["iteration"]:  # else its line is in the log of the job before
             # A rank that was lost before it wrote the line may have let all others begin the next step.
-            self.log.complete(record.step, self._everyone, self._optimizer, self._model)
+            self.log.complete(record.step, group.of_training_job(), self._optimizer, self._model)
             # The line makes entries for what it has not found, of sizes that need not be those of the model.
             megatron_settle.forget_auxiliary_losses()
         if self._tail.take_pending() is not None:

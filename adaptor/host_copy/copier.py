@@ -58,9 +58,7 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
         return
 
     def smallest(numbers: Sequence[int]) -> list[int]:
-        everyone = group.of_this_job()
-        assert everyone is not None
-        return group.smallest(everyone, numbers)
+        return group.smallest(group.of_training_job(), numbers)
 
     session.copier = Copier(
         every,

@@ -389,9 +389,7 @@ class Rejoin:
         groups.exchange(store, f"{order.incident}.{order.attempt}")
         buffers.make_again()
         if order.replaced or order.from_copies:
-            everyone = group.of_this_job()
-            assert everyone is not None
-            trainee = loop.protected.trainee(everyone, is_repeated=True)
+            trainee = loop.protected.trainee(group.of_training_job(), is_repeated=True)
         assert isinstance(trainee, MegatronTrainee)
         loop.agree(order.step)
         loop.put_back(record)

@@ -32,6 +32,13 @@ def of_this_job() -> dist.ProcessGroup | None:
     return _everyone
 
 
+def of_training_job() -> dist.ProcessGroup:
+    """Return the newest group, in a job whose training has begun."""
+    everyone = of_this_job()
+    assert everyone is not None
+    return everyone
+
+
 def barrier(everyone: dist.ProcessGroup) -> None:
     """Wait at a barrier of the group of all ranks; another thread can end the wait.
 

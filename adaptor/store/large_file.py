@@ -14,7 +14,6 @@ upload goes on, and no other process can continue it.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import threading
 from collections import deque
@@ -271,27 +270,19 @@ def _read_pieces(path: Path, file: FileEntry, piece: int) -> Iterator[bytearray]
     """Yield the pieces of a file, which must have the size of the manifest."""
     remaining = file.bytes
     try:
-        with io.FileIO(disk.open_regular(path)) as opened:
-            while content := _filled(opened, min(piece, remaining)):
-                remaining -= len(content)
+        with os.fdopen(disk.open_regular(path), "rb") as opened:
+            content = bytearray(min(piece, remaining))
+            while count := opened.readinto(content):
+                del content[count:]
+                remaining -= count
                 yield content
+                content = bytearray(min(piece, remaining))
             is_longer = bool(opened.read(1))
     except OSError as error:
         kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
         raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
     if remaining or is_longer:
         raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
-
-
-def _filled(opened: io.FileIO, count: int) -> bytearray:
-    """Return `count` bytes, fewer at the end of the file."""
-    piece = bytearray(count)
-    view, filled = memoryview(piece), 0
-    while filled < count and (count_read := opened.readinto(view[filled:])):
-        filled += count_read
-    view.release()
-    del piece[filled:]
-    return piece
 
 
 class Begun(msgspec.Struct, frozen=True):

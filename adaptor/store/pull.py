@@ -179,14 +179,8 @@ def _has(root: Path, checkpoint: Checkpoint) -> bool:
     """Return whether the folder's checkpoint of the step, if present, has the same files."""
     if not tracker.has_manifest(root, checkpoint.saved_manifest.step):
         return True
-    local_files = {
-        file.path: file
-        for file in manifest.read(root / naming.final_name(checkpoint.saved_manifest.step)).files
-    }
-    return all(
-        file.path in local_files and manifest.may_be_same(file, local_files[file.path])
-        for file in checkpoint.saved_manifest.files
-    )
+    local = manifest.read(root / naming.final_name(checkpoint.saved_manifest.step))
+    return manifest.may_have(local.files, checkpoint.saved_manifest.files)
 
 
 def _completes(root: Path, checkpoint: Checkpoint) -> bool:

@@ -121,13 +121,9 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
             checkpoint = catalog.examine(store, prefix)
         except DamagedError:
             continue  # it is written anew
-        files = {file.path: file for file in checkpoint.saved_manifest.files}
+        stored_files, files = checkpoint.saved_manifest.files, saved_manifest.files
         if prefix == catalog.place(saved_manifest) or (
-            len(files) == len(saved_manifest.files)
-            and all(
-                file.path in files and manifest.may_be_same(file, files[file.path])
-                for file in saved_manifest.files
-            )
+            len(stored_files) == len(files) and manifest.may_have(stored_files, files)
         ):
             return prefix
     return None

@@ -134,9 +134,7 @@ class ReplayCheck:
     def begin(self) -> None:
         """Agree with all ranks on the state of the self-test: a new process knows nothing. Collective."""
         self.finding = None
-        everyone = group.of_this_job()
-        assert everyone is not None
-        is_on, self._count = group.smallest(everyone, (self._every > 0, self._count))
+        is_on, self._count = group.smallest(group.of_training_job(), (self._every > 0, self._count))
         self._every = self._every if is_on else 0
 
     def begin_step(self, step: int) -> bool:
@@ -154,8 +152,7 @@ class ReplayCheck:
         Raises:
             RuntimeError: a rank is gone.
         """
-        everyone = group.of_this_job()
-        assert everyone is not None
+        everyone = group.of_training_job()
         records = group.gather_all(record, everyone)
         if not differing(records):
             self._count += 1

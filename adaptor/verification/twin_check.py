@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from adaptor import context, output, text
 from adaptor.checkpoint import shards, step_record
@@ -242,7 +241,7 @@ class TwinCheck:
             next_step: see `verdict.decide`.
             tell_sums: is called after the verdict, with True if all holders agree.
         """
-        everyone = _everyone()
+        everyone = group.of_training_job()
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
             self._agreed = self._step
@@ -373,15 +372,9 @@ class TwinCheck:
             output.tell(f"[ttp] {line}")
 
 
-def _everyone() -> dist.ProcessGroup:
-    everyone = group.of_this_job()
-    assert everyone is not None
-    return everyone
-
-
 def _smallest(*numbers: int) -> list[int]:
     """Return the smallest value of all ranks, number by number; collective."""
-    return group.smallest(_everyone(), numbers)
+    return group.smallest(group.of_training_job(), numbers)
 
 
 def _sums_of_shards(

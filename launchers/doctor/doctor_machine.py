@@ -201,7 +201,7 @@ def folders(settings: Config) -> Iterator[CheckResult]:
 def stacks(settings: Config) -> Iterator[CheckResult]:
     """Check whether a hang can be explained with native stacks."""
     spy = find_py_spy()
-    scope = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    scope = host_memory.text_of(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if spy is None:
         yield CheckResult(
             "stacks", "WARN", "py-spy is not installed", "pip install py-spy for native stacks of a hang"
@@ -246,13 +246,6 @@ CHECKS: Sequence[Callable[[Config], Iterator[CheckResult]]] = (
     *(software, kernel, device, network, certificates),
     *(limits, folders, stacks, clock, scheduler),
 )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _binary_size(count: int) -> str:

@@ -234,7 +234,7 @@ def test_state_that_the_script_changes_in_every_step_is_reported_once(printed: l
 def test_holders_that_a_script_has_changed_alike_agree(
     printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twin_check, "_everyone", lambda: None)
+    monkeypatch.setattr(twin_check.group, "of_training_job", lambda: None)
     monkeypatch.setattr(group, "total", lambda everyone, number: 1)
     monkeypatch.setattr(group, "gather_bytes", lambda everyone, data: [data, data])
     check, reports = _check(1)
