@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from adaptor import text
 
@@ -106,9 +106,7 @@ class CtrlC:
             self._is_heard = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -152,10 +151,8 @@ class PartWriter:
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._direct.__exit__(kind, error, trace)
+    def __exit__(self, *ended: object) -> None:
+        self._direct.__exit__(*ended)
 
     def add_content(self, file: int, at: int, content: torch.Tensor) -> None:
         """Add flat bytes in host memory at byte `at` of the file with this number."""

@@ -23,7 +23,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -101,9 +100,7 @@ class InPlace:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._files:
             os.close(descriptor)
         if not self._is_complete:

@@ -21,7 +21,6 @@ import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from adaptor import host_memory
 from adaptor.checkpoint import disk, manifest
@@ -63,9 +62,7 @@ class DirectWriter:
     def __enter__(self) -> DirectWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_ended: object) -> None:
         while self._at_work:
             with contextlib.suppress(Exception):
                 self._wait()

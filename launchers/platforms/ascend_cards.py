@@ -30,7 +30,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from adaptor import output
 from adaptor.launchers.platforms.reading import (
@@ -371,9 +370,7 @@ class First:
     def __enter__(self) -> First:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.tell(_KILLED)
 
     def tell(self, code: int) -> None:
