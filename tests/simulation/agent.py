@@ -354,9 +354,10 @@ class Agent(Follower):
         while not self.settled and self.clock.now < deadline:
             yield 0.1
         self._silent = True
+        for rank in self.ranks:  # its node leaves, whether saved or not
+            self.world.faults.causes.setdefault(rank, "told")
         for rank in sorted(self.living):
             self.world.faults.unsound[rank] = "its time is over"
-            self.world.faults.causes.setdefault(rank, "told")  # its node leaves, whether saved or not
             self.workers[rank].sigterm()
         yield from self._until_gone(30.0)
         for rank in sorted(self.living):
