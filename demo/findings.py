@@ -43,8 +43,8 @@ class Survival:
         ends = [
             _first_after(self.run.steps, rank, self.incident.saved_step, kill.time) for rank in range(RANKS)
         ]
-        known = [end for end in ends if end is not None]
-        return max(known) - kill.time if len(known) == RANKS else None
+        known_ends = [end for end in ends if end is not None]
+        return max(known_ends) - kill.time if len(known_ends) == RANKS else None
 
     @property
     def lost(self) -> int:
@@ -67,23 +67,23 @@ class Survival:
     def sentence(self) -> str:
         assert self.run.kill is not None
         rank, step, took = self.run.kill.rank, self.incident.saved_step, self.goes_on
-        after = "was never finished" if took is None else f"was finished {took:.1f} s after the kill"
+        outcome = "was never finished" if took is None else f"was finished {took:.1f} s after the kill"
         if self.incident.verdict == ONLINE:
             return (
                 f"Online recovery: rank {rank} got a new process, the other {RANKS - 1} kept theirs; "
-                f"the next step, {step + 1}, {after}."
+                f"the next step, {step + 1}, {outcome}."
             )
         if self.incident.verdict == SAVED:
             return (
                 f"Save and restart: step {step} was saved, all {RANKS} processes started again; "
-                f"the next step, {step + 1}, {after}."
+                f"the next step, {step + 1}, {outcome}."
             )
         return f"{self.run.title}: {self.incident.verdict}: {self.incident.reason}"
 
 
 def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> Findings:
     """Compare the undisturbed and the killed runs with the reference, and time both incidents."""
-    both = (online, restart)
+    killed_runs = (online, restart)
     compared = {
         calm.title: compare(reference.steps, calm.steps),
         online.run.title: compare(reference.steps, online.run.steps, unrecorded=online.incident.saved_step),
@@ -109,10 +109,10 @@ def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> F
     kept = (
         (online.incident.verdict, online.restarts) == (ONLINE, 0)
         and (restart.incident.verdict, restart.restarts) == (SAVED, 1)
-        and all(killed.lost == 0 and killed.goes_on is not None for killed in both)
+        and all(killed.lost == 0 and killed.goes_on is not None for killed in killed_runs)
         and all(result.equal for result in compared.values())
     )
-    return Findings(incidents, rows, [killed.sentence for killed in both], kept)
+    return Findings(incidents, rows, [killed.sentence for killed in killed_runs], kept)
 
 
 def _first_after(steps: list[Step], rank: int, iteration: int, moment: float) -> float | None:

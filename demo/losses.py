@@ -1,4 +1,4 @@
-"""The losses of the demo's runs: the curve of one run, and the differences of the others from it."""
+"""The losses of the demo's runs: the curve of one run, and the differences of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
 
 def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
-    """Return the iterations, and the loss of each, from the lowest rank that recorded it last."""
+    """Return the iterations with their losses, from the last record of the lowest rank."""
     kept: dict[int, Step] = {}
     for step in sorted(steps, key=lambda step: (step.restart, -step.rank)):
         kept[step.iteration] = step

@@ -1,8 +1,7 @@
 """Runs Megatron's own tools/preprocess_data.py: `preprocess.py TOOL arguments of the tool...`
 
 The tool of 0.15.0rc5 builds the tokenizer of a vocabulary file in every worker, but does not store it (its
-`Encoder.initializer` binds a local name), so no worker can encode. This script stores it; nothing else
-differs.
+`Encoder.initializer` binds a local name), so no worker can encode. This script only adds the store.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 def load(tool: Path) -> ModuleType:
-    """Import the tool under its file's name, by which its worker processes find its functions."""
+    """Import the tool under its file's name, which its worker processes also import."""
     spec = importlib.util.spec_from_file_location(tool.stem, tool)
     assert spec is not None
     assert spec.loader is not None

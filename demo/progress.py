@@ -36,12 +36,12 @@ class Progress:
 
     def update(self, detail: str) -> None:
         """Replace the detail of the current line; without a terminal, print it only after a silence."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         if self._live:
-            self._overwrite(self._line(detail, now - self._began))
-        elif now - self._printed_at >= SILENCE:
-            self._printed_at = now
-            print(self._line(detail, now - self._began), file=self._out, flush=True)
+            self._overwrite(self._line(detail, time_now - self._began))
+        elif time_now - self._printed_at >= SILENCE:
+            self._printed_at = time_now
+            print(self._line(detail, time_now - self._began), file=self._out, flush=True)
 
     def note(self, text: str) -> None:
         """Print a line that stays."""

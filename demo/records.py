@@ -51,9 +51,9 @@ class Follower:
                 added = lines.read()
         except FileNotFoundError:
             return []
-        whole = added[: added.rfind(b"\n") + 1]  # without an unfinished line at the end
-        self._offset += len(whole)
-        steps = (json.loads(line) for line in whole.splitlines())
+        complete_lines = added[: added.rfind(b"\n") + 1]  # without an unfinished line at the end
+        self._offset += len(complete_lines)
+        steps = (json.loads(line) for line in complete_lines.splitlines())
         return [
             Step(
                 iteration=step["iteration"],
@@ -84,28 +84,28 @@ class Comparison:
         return self.difference is None
 
 
-def compare(reference: list[Step], other: list[Step], unrecorded: int | None = None) -> Comparison:
+def compare(reference: list[Step], compared: list[Step], unrecorded: int | None = None) -> Comparison:
     """Compare losses and grad norms of two runs, bit for bit.
 
-    Every rank and iteration of the reference must be in the other run, with equal values each time. The step
-    `unrecorded` may be missing: it was finished inside an incident, in which no rank lived to record it.
+    Every rank and iteration of the reference must be in `compared`, with equal values each time. The step
+    `unrecorded` may be missing: it was finished inside an incident that no rank survived to record the step.
     """
     expected = {(step.iteration, step.rank): step for step in reference}
-    seen: set[tuple[int, int]] = set()
-    for step in sorted(other, key=lambda step: (step.iteration, step.rank, step.restart)):
+    recorded: set[tuple[int, int]] = set()
+    for step in sorted(compared, key=lambda step: (step.iteration, step.rank, step.restart)):
         key = (step.iteration, step.rank)
         place = f"iteration {step.iteration}, rank {step.rank}"
         if key not in expected:
-            return Comparison(len(seen), f"{place}: not in the reference run")
+            return Comparison(len(recorded), f"{place}: not in the reference run")
         if step.bits != expected[key].bits:
-            return Comparison(len(seen), f"{place}: {_difference(expected[key], step)}")
-        seen.add(key)
-    for iteration, rank in sorted(set(expected) - seen):
+            return Comparison(len(recorded), f"{place}: {_difference(expected[key], step)}")
+        recorded.add(key)
+    for iteration, rank in sorted(set(expected) - recorded):
         if iteration != unrecorded:
-            return Comparison(len(seen), f"iteration {iteration}, rank {rank}: not recorded")
-    if not seen:
+            return Comparison(len(recorded), f"iteration {iteration}, rank {rank}: not recorded")
+    if not recorded:
         return Comparison(0, "nothing was recorded")
-    return Comparison(len(seen), None)
+    return Comparison(len(recorded), None)
 
 
 def _difference(expected: Step, actual: Step) -> str:
@@ -128,8 +128,8 @@ class Kill:
 
     def step(self, steps: list[Step]) -> int:
         """Return the step that was in flight, according to the records of the killed process."""
-        done = (step.iteration for step in steps if step.rank == self.rank and step.time <= self.time)
-        return max(done, default=0) + 1
+        iterations = (step.iteration for step in steps if step.rank == self.rank and step.time <= self.time)
+        return max(iterations, default=0) + 1
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def write_page(path: Path, findings: Findings, runs: list[Run], survivals: list[
         runs: all runs; the first is without the adaptor.
         survivals: the killed runs.
     """
-    reference, *others = runs
+    reference, *further_runs = runs
     killed = survivals[0].run.kill
     assert killed is not None
     environment = page.environment(Path(__file__).parent)
@@ -35,7 +35,7 @@ def write_page(path: Path, findings: Findings, runs: list[Run], survivals: list[
         reference=reference.title,
         curve=curve(reference.steps),
         killed=killed.step(survivals[0].run.steps),
-        differences=[difference(run.title, reference.steps, run.steps) for run in others],
+        differences=[difference(run.title, reference.steps, run.steps) for run in further_runs],
         sections=[_section(survival, environment) for survival in survivals],
         refresh_s=0,
     )

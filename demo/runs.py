@@ -107,17 +107,17 @@ class Run:
             time.sleep(POLL_SECONDS)
 
     def _kill_when_due(self, plan: Plan, launcher: psutil.Process, progress: Progress) -> None:
-        done = [step for step in self.steps if step.rank == plan.rank]
-        if not done or done[-1].iteration < plan.after_step:
+        finished = [step for step in self.steps if step.rank == plan.rank]
+        if not finished or finished[-1].iteration < plan.after_step:
             return
         spare = find_spare(launcher)
-        if spare is None and done[-1].iteration < plan.last_step:
+        if spare is None and finished[-1].iteration < plan.last_step:
             return
         victim = find_worker(launcher, plan.rank)
         if victim is None:
             raise DemoError(f"the process of rank {plan.rank} is not to be found: see {self.log}")
-        middle = (done[-1].time - done[0].time) / max(1, len(done) - 1) / 2
-        time.sleep(max(0.0, done[-1].time + middle - time.time()))
+        middle = (finished[-1].time - finished[0].time) / max(1, len(finished) - 1) / 2
+        time.sleep(max(0.0, finished[-1].time + middle - time.time()))
         self.kill = Kill(rank=plan.rank, pid=victim.pid, time=time.time(), spare=spare)
         victim.send_signal(signal.SIGKILL)
         progress.note(f"SIGKILL to rank {plan.rank} (pid {victim.pid})")

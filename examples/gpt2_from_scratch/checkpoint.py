@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron's `torch` format: what `train.py` saves, what the adaptor saves after a failure.
+"""Checkpoints in Megatron's `torch` format: saves of `train.py`, and the adaptor's saves after a failure.
 
     folder/latest_checkpointed_iteration.txt       the newest step
     folder/iter_0000200/mp_rank_00/model_optim_rng.pt    model, random states, and our `about`
@@ -47,14 +47,14 @@ def newest(folder: Path) -> int | None:
 
 
 def opened(file: Path) -> dict[str, Any]:
-    """Return what `write` has written. Raises ValueError for a damaged file, or one of something else."""
+    """Return the content of a file of `write`. Raises ValueError for a damaged or foreign file."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=False)
     except OSError:
         raise
     except Exception as error:  # whatever the bytes of a damaged file, or another program's, lead to
-        why = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {why}") from None
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {reason}") from None
     if not isinstance(state, dict) or "about" not in state:
         raise ValueError(f"{file} is not of a checkpoint of this example")
     return state
@@ -71,7 +71,7 @@ def about(config: Config, tokenizer: str) -> dict[str, Any]:
 
 
 def write(folder: Path, step: int, state: dict[str, Any], optimizer: Any = None, rank: int = 0) -> None:
-    """Write a part of a checkpoint; it has no name that counts until `publish`."""
+    """Write a part of a checkpoint; the checkpoint has no valid name until `publish`."""
     files = part(folder, step, rank)
     files = files.parent.with_suffix(".unfinished") / files.name
     files.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write(folder: Path, step: int, state: dict[str, Any], optimizer: Any = None,
 
 
 def publish(folder: Path, step: int) -> None:
-    """Give the checkpoint its name, then name it the newest: whoever reads meanwhile finds a whole one."""
+    """Rename the checkpoint, then update the tracker: a concurrent reader always finds a whole checkpoint."""
     final = part(folder, step).parent
     if not final.exists():
         final.with_suffix(".unfinished").rename(final)
@@ -90,16 +90,20 @@ def publish(folder: Path, step: int) -> None:
     draft.rename(folder / TRACKER)
 
 
-def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, said: dict[str, Any]) -> None:
-    """Save a training; every rank calls it.
+def save(
+    folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, about_model: dict[str, Any]
+) -> None:
+    """Save a training; every rank calls this function.
 
     Args:
-        model: the model itself, without what wraps it for data parallelism.
-        said: the result of `about`.
+        model: the model itself, without the wrapper for data parallelism.
+        about_model: the result of `about`.
     """
     # Megatron-core chains optimizers where a model needs several (experts); this one has one in the chain.
     (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    whole = inner.get_parameter_state_dp_zero()  # a collective: rank 0 gets the shards of the others
+    optimizer_state = (
+        inner.get_parameter_state_dp_zero()
+    )  # a collective: rank 0 gets the shards of the others
     if parallel_state.get_data_parallel_rank() == 0:
         state = {
             "iteration": step,
@@ -115,9 +119,9 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, sa
                     "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
                 }
             ],
-            "about": said,
+            "about": about_model,
         }
-        write(folder, step, state, whole, parallel_state.get_tensor_model_parallel_rank())
+        write(folder, step, state, optimizer_state, parallel_state.get_tensor_model_parallel_rank())
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         publish(folder, step)
@@ -125,7 +129,7 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, sa
 
 
 @torch.no_grad()  # the optimizer's copies of weights in fp32 are views of the weights themselves
-def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[str, Any]) -> int:
+def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, about_model: dict[str, Any]) -> int:
     """Load the newest checkpoint of a training, if there is one; return its step, or 0.
 
     Raises ValueError for a checkpoint of another model or tokenizer.
@@ -135,7 +139,7 @@ def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[
         return 0
     files = part(folder, step, parallel_state.get_tensor_model_parallel_rank())
     state = opened(files / "model_optim_rng.pt")
-    require_same(folder, state["about"], said)
+    require_same(folder, state["about"], about_model)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.load_parameter_state(str(files / "distrib_optim.pt"))
@@ -149,21 +153,21 @@ def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[
     return step
 
 
-def require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def require_same(folder: Path, about_saved: dict[str, Any], about_job: dict[str, Any]) -> None:
     """Raise ValueError where the model or the tokenizer of a checkpoint is another one."""
-    for key, value in wanted["config"]["model"].items():
-        if found["config"]["model"].get(key) != value:
-            before = found["config"]["model"].get(key)
-            raise ValueError(f"{folder} has a model with {key} {before}, the configuration says {value}")
-    require_tokenizer(folder, found, wanted["tokenizer"])
+    for key, value in about_job["config"]["model"].items():
+        if about_saved["config"]["model"].get(key) != value:
+            saved_value = about_saved["config"]["model"].get(key)
+            raise ValueError(f"{folder} has a model with {key} {saved_value}, the configuration says {value}")
+    require_tokenizer(folder, about_saved, about_job["tokenizer"])
 
 
-def require_tokenizer(folder: Path, found: dict[str, Any], digest: str) -> None:
+def require_tokenizer(folder: Path, about_saved: dict[str, Any], digest: str) -> None:
     """Raise ValueError where the checkpoint was trained with another tokenizer."""
-    if found["tokenizer"] != digest:
+    if about_saved["tokenizer"] != digest:
         raise ValueError(
             f"the tokenizer's vocabulary does not fit {folder}: "
-            f"trained with {found['tokenizer']}, given {digest}"
+            f"trained with {about_saved['tokenizer']}, given {digest}"
         )
 
 
@@ -179,10 +183,10 @@ def read(folder: Path) -> tuple[dict[str, torch.Tensor], Config, dict[str, Any]]
     """Read the newest model of a folder, its tensor-parallel parts joined.
 
     Returns:
-        The weights, the configuration for one process, and what the checkpoint says of itself.
+        The weights, the configuration for one process, and the description in the checkpoint.
 
     Raises:
-        ValueError: there is none, or it was not made by this example.
+        ValueError: there is no checkpoint, or it was not made by this example.
     """
     step = newest(folder)
     if step is None:
@@ -191,30 +195,30 @@ def read(folder: Path) -> tuple[dict[str, torch.Tensor], Config, dict[str, Any]]
     if not files:
         raise ValueError(f"{folder} has no checkpoint of this example at step {step}")
     parts = [opened(file) for file in files]
-    said = parts[0]["about"]
+    about_model = parts[0]["about"]
     config = Config(
-        ModelConfig(**said["config"]["model"]),
-        dataclasses.replace(TrainConfig(**said["config"]["train"]), tensor_parallel=1),
+        ModelConfig(**about_model["config"]["model"]),
+        dataclasses.replace(TrainConfig(**about_model["config"]["train"]), tensor_parallel=1),
     )
     weights = {}
     for name, value in parts[0]["model"].items():
         if isinstance(value, torch.Tensor):  # Megatron-core's layers have entries without one
             dimension = next((at for end, at in DIVIDED.items() if name.endswith(end)), None)
-            all_parts = [each["model"][name] for each in parts]
+            all_parts = [tensor_part["model"][name] for tensor_part in parts]
             weights[name] = value if dimension is None else torch.cat(all_parts, dimension)
-    return weights, config, said
+    return weights, config, about_model
 
 
 def load(folder: Path, tokenizer: Tokenizer | None = None) -> Any:
-    """Return the newest model of a folder in fp32, ready to be used in this process alone.
+    """Return the newest model of a folder in fp32, ready for use in this process alone.
 
-    Raises ValueError as `read` does, and where `tokenizer` is not the one it was trained with.
+    Raises ValueError as `read` does, and if `tokenizer` is not the tokenizer of the training.
     """
     from model import device, initialize_alone
 
-    weights, config, said = read(folder)
+    weights, config, about_model = read(folder)
     if tokenizer is not None:
-        require_tokenizer(folder, said, tokenizer.digest)
+        require_tokenizer(folder, about_model, tokenizer.digest)
     initialize_alone()
     model = find("model", config.model.name)(config)
     model.load_state_dict(weights)

@@ -49,7 +49,7 @@ class TrainConfig:
     Attributes:
         batch: blocks of each process in a step.
         evaluate_every: steps between two evaluations on the validation text.
-        save_every: steps between two regular saves; 0: only after the last step. Last words need none.
+        save_every: steps between two regular saves; 0: only after the last step, and last words.
         precision: bf16 or fp32.
         tensor_parallel: processes that share one copy of the model.
     """
@@ -77,21 +77,21 @@ class Config:
 
 
 def load(name: str | Path) -> Config:
-    """Read the YAML file of that path, or of that name in `configs/`.
+    """Read the YAML file with this path, or with this name in `configs/`.
 
-    Raises ValueError for a key or a value that is not understood, in one line that names it.
+    Raises ValueError for an unknown key or value, in one line with its name.
     """
     path = Path(name) if Path(name).suffix else HERE / f"{name}.yaml"
     if not path.is_file():
         if Path(name).suffix:
             raise ValueError(f"{path}: there is no such file")
-        raise ValueError(unknown("configuration", str(name), [each.stem for each in HERE.glob("*.yaml")]))
+        raise ValueError(unknown("configuration", str(name), [file.stem for file in HERE.glob("*.yaml")]))
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     try:
-        sections = _require_keys(Config, given or {})
+        sections = _require_keys(Config, content or {})
         config = Config(
             _section(ModelConfig, sections.get("model")), _section(TrainConfig, sections.get("train"))
         )
@@ -101,28 +101,28 @@ def load(name: str | Path) -> Config:
     return config
 
 
-def _require_keys(section: type, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{given!r} is where keys and values belong")
-    known = [each.name for each in fields(section)]
-    for key in given:
-        if key not in known:
-            raise ValueError(unknown("key", str(key), known))
-    return given
+def _require_keys(section: type, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{content!r} is where keys and values belong")
+    known_keys = [entry.name for entry in fields(section)]
+    for key in content:
+        if key not in known_keys:
+            raise ValueError(unknown("key", str(key), known_keys))
+    return content
 
 
-def _section(section: type[Section], given: Any) -> Section:
+def _section(section: type[Section], content: Any) -> Section:
     values = {}
-    for key, value in _require_keys(section, given or {}).items():
-        wanted = type(getattr(section(), key))
+    for key, value in _require_keys(section, content or {}).items():
+        kind = type(getattr(section(), key))
         # 1 is a fine float; True is no number; 6e-4 is text to YAML, which wants 6.0e-4.
-        if wanted is float and not isinstance(value, bool) and isinstance(value, int | str):
+        if kind is float and not isinstance(value, bool) and isinstance(value, int | str):
             try:
                 value = float(value)
             except ValueError:
                 pass
-        if type(value) is not wanted:
-            raise ValueError(f"{key} is {value!r}, it must be a {wanted.__name__}")
+        if type(value) is not kind:
+            raise ValueError(f"{key} is {value!r}, it must be a {kind.__name__}")
         values[key] = value
     return section(**values)
 
@@ -130,11 +130,11 @@ def _section(section: type[Section], given: Any) -> Section:
 def _require_consistent(config: Config) -> None:
     model, train = config.model, config.train
     for section in (model, train):
-        for each in fields(section):
-            value = getattr(section, each.name)
-            least = 0 if each.name in ("lora_rank", "save_every", "warmup", "seed") else 1
+        for entry in fields(section):
+            value = getattr(section, entry.name)
+            least = 0 if entry.name in ("lora_rank", "save_every", "warmup", "seed") else 1
             if isinstance(value, int) and value < least:
-                raise ValueError(f"{each.name} is {value}, it must be {least} or more")
+                raise ValueError(f"{entry.name} is {value}, it must be {least} or more")
     if model.hidden % model.heads:
         raise ValueError(f"hidden is {model.hidden}, it must be a multiple of heads, {model.heads}")
     if not 0 <= model.dropout < 1:

@@ -50,16 +50,16 @@ _FILES = ("vocab.json", "merges.txt")
 
 
 def names(layers: int) -> dict[str, tuple[str, bool]]:
-    """Return for each weight its name at Hugging Face, and whether it is transposed there."""
-    found = {own: (theirs, False) for own, theirs in _OUTSIDE.items()}
+    """Return, for each weight, its name at Hugging Face, and whether Hugging Face keeps it transposed."""
+    all_names = {name: (theirs, False) for name, theirs in _OUTSIDE.items()}
     for layer in range(layers):
-        for own, (theirs, transposed) in _BLOCK.items():
+        for name, (theirs, transposed) in _BLOCK.items():
             for kind in ("weight", "bias"):
-                found[f"blocks.{layer}.{own}.{kind}"] = (
+                all_names[f"blocks.{layer}.{name}.{kind}"] = (
                     f"h.{layer}.{theirs}.{kind}",
                     transposed and kind == "weight",
                 )
-    return found
+    return all_names
 
 
 def by_head(weight: Tensor, heads: int) -> Tensor:
@@ -81,11 +81,11 @@ def to_hf(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
             up, down = weights[f"{at}lora.up.weight"], weights[f"{at}lora.down.weight"]
             added = model.lora_alpha / model.lora_rank * up.float() @ down.float()
             weights[f"{at}qkv.weight"] = (weights[f"{at}qkv.weight"].float() + added).to(up.dtype)
-    found = {}
-    for own, (theirs, transposed) in names(model.layers).items():
-        weight = by_kind(weights[own], model.heads) if ".qkv." in own else weights[own]
-        found["transformer." + theirs] = (weight.t() if transposed else weight).contiguous()
-    return found
+    converted = {}
+    for name, (theirs, transposed) in names(model.layers).items():
+        weight = by_kind(weights[name], model.heads) if ".qkv." in name else weights[name]
+        converted["transformer." + theirs] = (weight.t() if transposed else weight).contiguous()
+    return converted
 
 
 def from_hf(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -99,19 +99,21 @@ def from_hf(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
     for layer in range(model.layers):
         for part, times in wide.items():
             shapes[f"h.{layer}.{part}.weight"] = (model.hidden, times * model.hidden)
-    found = {}
-    for own, (theirs, transposed) in names(model.layers).items():
+    converted = {}
+    for own_name, (theirs, transposed) in names(model.layers).items():
         if theirs not in weights:
             raise ValueError(f"the weight {theirs} is missing")
         weight = weights[theirs]
         if tuple(weight.shape) != shapes.get(theirs, tuple(weight.shape)):
             raise ValueError(f"{theirs} is {tuple(weight.shape)}, config.json makes it {shapes[theirs]}")
         weight = weight.t() if transposed else weight
-        found[own] = (by_head(weight.contiguous(), model.heads) if ".qkv." in own else weight).contiguous()
+        converted[own_name] = (
+            by_head(weight.contiguous(), model.heads) if ".qkv." in own_name else weight
+        ).contiguous()
     head = weights.get("lm_head.weight")
     if head is not None and not torch.equal(head, weights["wte.weight"]):
         raise ValueError("lm_head.weight is not wte.weight: here the head is tied to the embedding")
-    return found
+    return converted
 
 
 def hf_config(model: ModelConfig, end: int | None) -> dict[str, Any]:
@@ -135,9 +137,9 @@ def hf_config(model: ModelConfig, end: int | None) -> dict[str, Any]:
 
 def export(folder: Path, out: Path, tokenizer: Path) -> None:
     """Write the newest checkpoint of `folder` as a model for Hugging Face. Raises ValueError."""
-    weights, config, said = checkpoint.read(folder)
+    weights, config, about = checkpoint.read(folder)
     loaded = Tokenizer.load(tokenizer)
-    checkpoint.require_tokenizer(folder, said, loaded.digest)
+    checkpoint.require_tokenizer(folder, about, loaded.digest)
     out.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(
         to_hf(weights, config.model), out / "model.safetensors", metadata={"format": "pt"}
@@ -152,21 +154,21 @@ def import_(source: Path, folder: Path) -> None:
     """Write Hugging Face's GPT-2 in `source` as a checkpoint at step 0. Raises ValueError."""
     if checkpoint.newest(folder) is not None:
         raise ValueError(f"{folder} holds a checkpoint already: choose another folder")
-    given = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for key, value in _FIXED.items():
-        if given.get(key, value) != value:
-            raise ValueError(f"{source / 'config.json'} has {key} {given[key]}: only {value} is supported")
-    if given.get("n_inner") not in (None, 4 * given["n_embd"]):
+        if settings.get(key, value) != value:
+            raise ValueError(f"{source / 'config.json'} has {key} {settings[key]}: only {value} is supported")
+    if settings.get("n_inner") not in (None, 4 * settings["n_embd"]):
         raise ValueError(
-            f"{source / 'config.json'} has n_inner {given['n_inner']}: only four times n_embd is supported"
+            f"{source / 'config.json'} has n_inner {settings['n_inner']}: only four times n_embd is supported"
         )
     model = ModelConfig(
-        vocabulary=given["vocab_size"],
-        context=given["n_positions"],
-        hidden=given["n_embd"],
-        layers=given["n_layer"],
-        heads=given["n_head"],
-        dropout=float(given.get("resid_pdrop", 0.1)),
+        vocabulary=settings["vocab_size"],
+        context=settings["n_positions"],
+        hidden=settings["n_embd"],
+        layers=settings["n_layer"],
+        heads=settings["n_head"],
+        dropout=float(settings.get("resid_pdrop", 0.1)),
     )
     loaded = Tokenizer.load(source)
     checkpoint.require_room(loaded, model)
@@ -182,10 +184,10 @@ def import_(source: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="convert GPT-2 from and to Hugging Face's form")
     commands = parser.add_subparsers(dest="command", required=True)
-    there = commands.add_parser("to-hf")
-    there.add_argument("checkpoint", type=Path, help="folder of checkpoints")
-    there.add_argument("out", type=Path)
-    there.add_argument("--tokenizer", type=Path, required=True)
+    to_hf_command = commands.add_parser("to-hf")
+    to_hf_command.add_argument("checkpoint", type=Path, help="folder of checkpoints")
+    to_hf_command.add_argument("out", type=Path)
+    to_hf_command.add_argument("--tokenizer", type=Path, required=True)
     back = commands.add_parser("from-hf")
     back.add_argument(
         "source", type=Path, help="folder with config.json, model.safetensors and the tokenizer"

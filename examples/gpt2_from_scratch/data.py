@@ -47,23 +47,23 @@ def clean(line: str) -> str:
 
 
 def passages(path: Path) -> Iterator[str]:
-    """Yield the text between two headings, cleaned, a paragraph in each line; the last one, too.
+    """Yield the text between two headings, cleaned, a paragraph in each line; the last passage included.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is no passage.
     """
     passage: list[str] = []
-    found = False
+    has_heading = False
     with path.open(encoding="utf-8") as lines:
         for line in [*lines, "= end ="]:
             line = line.strip()
             if len(line) > 1 and line.startswith("=") and line.endswith("="):
                 if passage:
                     yield "\n".join(passage)
-                    found = True
+                    has_heading = True
                 passage = []
             elif line:
                 passage.append(clean(line))
-    if not found:
+    if not has_heading:
         raise ValueError(f"{path} has no text")
 
 
@@ -133,7 +133,7 @@ def read_tokens(prefix: Path) -> Any:
 class Blocks:
     """A text cut into blocks of `length` + 1 tokens: each token but the first is predicted exactly once.
 
-    The last token of a block is the first of the next one. What does not fill a block at the end is left out.
+    The last token of a block is the first of the next. A remainder at the end is left out.
 
     Raises ValueError for a text that is shorter than one block, or has tokens beyond the vocabulary.
     """
@@ -162,8 +162,8 @@ class Blocks:
     def batch(self, first: int, size: int, seed: int) -> torch.Tensor:
         """Return samples `first` to `first + size - 1` of an endless stream: [size, length + 1].
 
-        Each round through the text has an order of its own, which follows from the seed and the number of the
-        round alone. So a training that is resumed at a sample goes on as if it had never stopped.
+        The order in each round through the text follows only from the seed and the number of the round. So a
+        training resumed at a sample continues as if it had never stopped.
         """
         rows = []
         for sample in range(first, first + size):

@@ -25,20 +25,20 @@ from tokenizer import Tokenizer
 @torch.no_grad()
 def losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return minus the logarithm of the probability of each token but the first: [batch, length - 1]."""
-    where = next(model.parameters()).device
-    return model(tokens[:, :-1].to(where), labels=tokens[:, 1:].contiguous().to(where)).cpu()
+    device = next(model.parameters()).device
+    return model(tokens[:, :-1].to(device), labels=tokens[:, 1:].contiguous().to(device)).cpu()
 
 
 def perplexity(model: Any, text: Blocks, limit: int | None = None) -> dict[str, float]:
-    """Return the perplexity of the text, which is exp(mean loss), its interval and its counts.
+    """Return the perplexity of the text (exp of the mean loss), its interval and its counts.
 
-    The blocks are taken as independent samples: tokens within one are not.
+    The blocks are taken as independent samples: tokens within a block are not.
     """
     means = [
         float(losses(model, text[n][None]).double().mean()) for n in range(min(len(text), limit or len(text)))
     ]
     mean = sum(means) / len(means)
-    spread = math.sqrt(sum((each - mean) ** 2 for each in means) / max(1, len(means) - 1) / len(means))
+    spread = math.sqrt(sum((loss - mean) ** 2 for loss in means) / max(1, len(means) - 1) / len(means))
     low, high = (math.exp(mean + sign * 1.96 * spread) if len(means) > 1 else math.nan for sign in (-1, 1))
     return {
         "perplexity": math.exp(mean),
@@ -83,22 +83,22 @@ def classify(
     labels = sorted({label for _, label in samples})
     right = 0
     for text, label in samples:
-        scores = [score(model, tokenizer, text + question, each) for each in labels]
+        scores = [score(model, tokenizer, text + question, label) for label in labels]
         right += labels[scores.index(max(scores))] == label
     low, high = wilson(right, len(samples))
-    most = Counter(label for _, label in samples).most_common(1)[0][1]
+    largest_class = Counter(label for _, label in samples).most_common(1)[0][1]
     return {
         "accuracy": right / len(samples),
         "low": low,
         "high": high,
         "samples": len(samples),
-        "always_the_most_frequent": most / len(samples),
+        "always_the_most_frequent": largest_class / len(samples),
     }
 
 
 def samples_in(path: Path, text: str, label: str) -> list[tuple[str, str]]:
     """Read a JSON object in each line. Raises ValueError for a line that lacks a column, and for no line."""
-    found = []
+    samples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -108,10 +108,10 @@ def samples_in(path: Path, text: str, label: str) -> list[tuple[str, str]]:
             if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column].strip():
                 has = sorted(row) if isinstance(row, dict) else type(row).__name__
                 raise ValueError(f"{path}: line {number} has no text in column {column!r}; it has {has}")
-        found.append((row[text], row[label]))
-    if not found:
+        samples.append((row[text], row[label]))
+    if not samples:
         raise ValueError(f"{path} has no samples")
-    return found
+    return samples
 
 
 def count(text: str) -> int:
@@ -124,13 +124,13 @@ def count(text: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure a trained model")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("perplexity")
+    perplexity_command = commands.add_parser("perplexity")
     two = commands.add_parser("classify")
-    for each in (one, two):
-        each.add_argument("checkpoint", type=Path, help="folder of checkpoints")
-        each.add_argument("--tokenizer", type=Path, required=True)
-    one.add_argument("--data", type=Path, required=True, help="an encoded text, without .bin")
-    one.add_argument("--blocks", type=count, help="only the first ones")
+    for command in (perplexity_command, two):
+        command.add_argument("checkpoint", type=Path, help="folder of checkpoints")
+        command.add_argument("--tokenizer", type=Path, required=True)
+    perplexity_command.add_argument("--data", type=Path, required=True, help="an encoded text, without .bin")
+    perplexity_command.add_argument("--blocks", type=count, help="only the first ones")
     two.add_argument("--file", type=Path, required=True, help='a line each: {"text": ..., "label": ...}')
     two.add_argument("--text", default="text", help="the column of texts")
     two.add_argument("--label", default="label", help="the column of labels")
@@ -143,21 +143,21 @@ def main() -> None:
         if args.command == "perplexity":
             model = checkpoint.load(args.checkpoint, tokenizer)
             text = Blocks(args.data, model.shape.context, model.shape.vocabulary)
-            found = perplexity(model, text, args.blocks)
+            measured = perplexity(model, text, args.blocks)
             print(
-                f"perplexity {found['perplexity']:.3f} "
-                f"(95 % interval {found['low']:.3f} to {found['high']:.3f}), "
-                f"{found['tokens']} tokens in {found['blocks']} blocks"
+                f"perplexity {measured['perplexity']:.3f} "
+                f"(95 % interval {measured['low']:.3f} to {measured['high']:.3f}), "
+                f"{measured['tokens']} tokens in {measured['blocks']} blocks"
             )
         else:
             samples = samples_in(args.file, args.text, args.label)
             model = checkpoint.load(args.checkpoint, tokenizer)
-            found = classify(model, tokenizer, samples, args.question)
+            measured = classify(model, tokenizer, samples, args.question)
             print(
-                f"accuracy {found['accuracy']:.3f} "
-                f"(95 % interval {found['low']:.3f} to {found['high']:.3f}), "
-                f"{found['samples']} samples; always the most frequent label: "
-                f"{found['always_the_most_frequent']:.3f}"
+                f"accuracy {measured['accuracy']:.3f} "
+                f"(95 % interval {measured['low']:.3f} to {measured['high']:.3f}), "
+                f"{measured['samples']} samples; always the most frequent label: "
+                f"{measured['always_the_most_frequent']:.3f}"
             )
     except (OSError, ValueError) as error:
         parser.exit(2, f"evaluate.py: {error}\n")

@@ -3,7 +3,7 @@
     python generate.py checkpoints --tokenizer tokenizer "Return the"    # the most probable token each time
     python generate.py checkpoints --tokenizer tokenizer --file prompts.txt --temperature 0.8 --top-k 40
 
-Every line of a file is a prompt; all of them are continued together, as one batch.
+Every line of a file is a prompt; all prompts are continued together, as one batch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Attributes:
-        temperature: 0: the most probable token. Else logits are divided by it: above 1 the choice is freer.
+        temperature: divides the logits: above 1 the choice is freer; 0: always the most probable token.
         top_k: only so many of the most probable tokens may be chosen; 0: all.
-        top_p: only the fewest tokens that together have this probability may be chosen.
-        repetition_penalty: above 1, tokens that are in the row already become less probable.
+        top_p: only the smallest set of tokens with this joint probability may be chosen.
+        repetition_penalty: above 1, tokens already in the row become less probable.
 
     Raises:
         ValueError: a value is out of its range.
@@ -52,7 +52,7 @@ class Sampling:
 
 
 def penalize(logits: Tensor, rows: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Make the tokens that a row has already less probable, in each row those of that row.
+    """Make the tokens that a row already has less probable in that row.
 
     Args:
         logits: [batch, vocabulary].
@@ -60,10 +60,10 @@ def penalize(logits: Tensor, rows: Sequence[Sequence[int]], penalty: float) -> T
     """
     logits = logits.clone()
     for row, tokens in enumerate(rows):
-        seen = torch.tensor(sorted(set(tokens)), device=logits.device)
-        values = logits[row, seen]
+        row_tokens = torch.tensor(sorted(set(tokens)), device=logits.device)
+        values = logits[row, row_tokens]
         # Less probable means a lower logit: a positive one is divided, a negative one multiplied.
-        logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        logits[row, row_tokens] = torch.where(values > 0, values / penalty, values * penalty)
     return logits
 
 
@@ -135,28 +135,28 @@ def generate(
             raise ValueError(f"prompt {number} has token {max(prompt)}: the vocabulary has {vocabulary}")
     if not prompts:
         return
-    where = next(model.parameters()).device
+    device = next(model.parameters()).device
     source = torch.Generator().manual_seed(seed)
     rows = [list(prompt) for prompt in prompts]
     longest = max(map(len, rows))
-    padding = torch.tensor([longest - len(row) for row in rows], device=where)
-    given = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=where)
-    ended = [False] * len(rows)
-    cache, fresh = None, given
+    padding = torch.tensor([longest - len(row) for row in rows], device=device)
+    tokens_so_far = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
+    has_ended = [False] * len(rows)
+    cache, fresh = None, tokens_so_far
     for _ in range(new):
         logits, cache = model.step(fresh, padding, cache if cached else None)
         chosen = choose(logits[:, :vocabulary], rows, sampling, source)
-        yield [None if ended[row] else token for row, token in enumerate(chosen)]
+        yield [None if has_ended[row] else token for row, token in enumerate(chosen)]
         for row, token in enumerate(chosen):
-            if not ended[row]:
+            if not has_ended[row]:
                 rows[row].append(token)
-                ended[row] = token == end or len(rows[row]) == context
-        if all(ended):
+                has_ended[row] = token == end or len(rows[row]) == context
+        if all(has_ended):
             return
         # An ended row is computed further with the others; its result is not used.
-        last = torch.tensor(chosen, device=where)[:, None]
-        given = torch.cat([given, last], dim=1)
-        fresh = last if cached else given
+        last = torch.tensor(chosen, device=device)[:, None]
+        tokens_so_far = torch.cat([tokens_so_far, last], dim=1)
+        fresh = last if cached else tokens_so_far
 
 
 def complete(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:

@@ -30,7 +30,7 @@ Cache = list[KeysAndValues]
 
 
 def megatron_config(config: Config) -> TransformerConfig:
-    """Return what Megatron-core's layers, its data parallelism and its optimizer need to know."""
+    """Return the configuration of Megatron-core's layers, data parallelism and optimizer."""
     return TransformerConfig(
         num_layers=config.model.layers,
         hidden_size=config.model.hidden,
@@ -192,12 +192,12 @@ class GPT2(MegatronModule):
         return tensor_parallel.gather_from_tensor_model_parallel_region(logits)
 
     def step(self, tokens: Tensor, padding: Tensor | None, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Take new tokens to those in the cache; return the logits after the last one, and the longer cache.
+        """Add new tokens to those in the cache; return the logits after the last token, and the longer cache.
 
         Args:
             tokens: [batch, new].
-            padding: [batch], how many places at the left of each row are filled and mean nothing.
-            cache: what the step before returned; None: the tokens are the first ones.
+            padding: [batch], the number of filled places at the left of each row.
+            cache: the result of the step before; None: the tokens are the first.
         """
         states, cache = self.hidden_states(tokens, padding, cache)
         logits = self.part_of_logits(states[:, -1:])

@@ -1,10 +1,10 @@
 """GPT-2's tokenizer, written out: byte-level byte-pair encoding (BPE).
 
-    python tokenizer.py corpus.txt --vocabulary 1000 --out tokenizer    # train: vocab.json and merges.txt
+python tokenizer.py corpus.txt --vocabulary 1000 --out tokenizer    # train: vocab.json and merges.txt
 
-Text becomes bytes, so that nothing is ever unknown. Bytes that often stand side by side are merged into one
-token, and so are tokens; `merges.txt` lists the merges in the order in which training found them, which is
-also the order in which `encode` applies them. `vocab.json` gives each token its number.
+Text becomes bytes, so that no text is unknown. Bytes that often stand side by side are merged into one token,
+and so are tokens; `merges.txt` lists the merges in the order of the training, in which `encode` also applies
+them. `vocab.json` gives each token its number.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def byte_letters() -> dict[int, str]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + n) for n, byte in enumerate(unprintable)
+    }
 
 
 LETTERS = byte_letters()
@@ -74,7 +76,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Return a hash of tokens and merges, by which a checkpoint knows its tokenizer."""
+        """Return a hash of tokens and merges; a checkpoint identifies its tokenizer by this hash."""
         return hashlib.sha256(json.dumps([self.tokens, self.merges]).encode()).hexdigest()[:16]
 
     @classmethod
@@ -169,10 +171,10 @@ def merged(word: list[str], pair: tuple[str, str]) -> list[str]:
 def train(texts: Iterable[str], size: int) -> Tokenizer:
     """Make a tokenizer of at most `size` tokens: the most frequent pair is merged, again and again.
 
-    Of pairs that are equally frequent, the one whose tokens have the lower numbers is merged. Pairs that
-    occur once are not merged.
+    Of equally frequent pairs, the pair whose tokens have the lower numbers is merged. Pairs that occur once
+    are not merged.
 
-    Raises ValueError where `size` has no room for the end of text and the 256 bytes.
+    Raises ValueError if `size` has no room for the end of text and the 256 bytes.
     """
     tokens = [END_OF_TEXT, *sorted(LETTERS.values())]
     if size < len(tokens):
@@ -182,11 +184,11 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     # Each different piece once, with how often it occurs.
     pieces = collections.Counter(piece for text in texts for piece in PIECES.findall(text))
-    words = [[LETTERS[byte] for byte in piece.encode("utf-8")] for piece in pieces]
+    pieces_as_letters = [[LETTERS[byte] for byte in piece.encode("utf-8")] for piece in pieces]
     counts = list(pieces.values())
     frequency: collections.Counter[tuple[str, str]] = collections.Counter()
     occurs_in = collections.defaultdict(set)  # pair: the indices of words that may have it
-    for index, word in enumerate(words):
+    for index, word in enumerate(pieces_as_letters):
         for pair in itertools.pairwise(word):
             frequency[pair] += counts[index]
             occurs_in[pair].add(index)
@@ -211,10 +213,13 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
         changed = set()
         # Only words that have the pair change: their old pairs are taken off the counts, the new ones added.
         for index in occurs_in.pop(pair):
-            before, words[index] = words[index], merged(words[index], pair)
-            for old in itertools.pairwise(before):
+            old_letters, pieces_as_letters[index] = (
+                pieces_as_letters[index],
+                merged(pieces_as_letters[index], pair),
+            )
+            for old in itertools.pairwise(old_letters):
                 frequency[old] -= counts[index]
-            for new in zip(words[index], words[index][1:], strict=False):
+            for new in zip(pieces_as_letters[index], pieces_as_letters[index][1:], strict=False):
                 frequency[new] += counts[index]
                 occurs_in[new].add(index)
                 changed.add(new)

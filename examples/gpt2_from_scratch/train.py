@@ -3,7 +3,8 @@
     ttprun --nproc-per-node 2 --max-restarts 3 train.py --config tiny --data data/train --valid data/valid \\
         --tokenizer tokenizer --save checkpoints            # on a CPU: also --ttp-device cpu
 
-What concerns the adaptor is marked (ttp). Without it, or with ENABLE_TTP=False, this runs under torchrun.
+Lines for the adaptor are marked (ttp). Without the adaptor, or with ENABLE_TTP=False, this runs under
+torchrun.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ def main() -> None:
         )
         if config.model.lora_rank and args.init is None:
             raise ValueError(f"{args.config} trains additions to a model: name it with --init")
-        said = checkpoint.about(config, tokenizer.digest)
-        weights = initial_weights(args.init, said) if args.init else None
+        about = checkpoint.about(config, tokenizer.digest)
+        weights = initial_weights(args.init, about) if args.init else None
         begin(config.train)
     except (OSError, ValueError) as error:
         sys.exit(f"train.py: {error}")
-    train(args, config, train_text, valid_text, weights, said)
+    train(args, config, train_text, valid_text, weights, about)
     torch.distributed.destroy_process_group()
 
 
@@ -71,13 +72,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def initial_weights(folder: Path, said: dict[str, Any]) -> dict[str, torch.Tensor]:
+def initial_weights(folder: Path, about: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, which may lack the additions of LoRA."""
-    weights, _, found = checkpoint.read(folder)
+    weights, _, about_saved = checkpoint.read(folder)
     free = ("lora_rank", "lora_alpha", "dropout")
     for key in free:
-        found["config"]["model"][key] = said["config"]["model"][key]
-    checkpoint.require_same(folder, found, said)
+        about_saved["config"]["model"][key] = about["config"]["model"][key]
+    checkpoint.require_same(folder, about_saved, about)
     return weights
 
 
@@ -145,14 +146,14 @@ def build(
 
 
 def load_own_part(core: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Load a whole model, of which this process has a part."""
+    """Load this process's part of a whole model."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    own = {}
+    own_weights = {}
     for name, value in weights.items():
         dimension = next((at for end, at in checkpoint.DIVIDED.items() if name.endswith(end)), None)
-        own[name] = value if dimension is None else value.chunk(size, dimension)[rank]
-    missing, unexpected = core.load_state_dict(own, strict=False)
+        own_weights[name] = value if dimension is None else value.chunk(size, dimension)[rank]
+    missing, unexpected = core.load_state_dict(own_weights, strict=False)
     missing = [name for name in missing if ".lora." not in name and not name.endswith("_extra_state")]
     if missing or unexpected:
         raise ValueError(f"the weights do not fit the model: {(missing or unexpected)[0]}")
@@ -164,13 +165,13 @@ def train(
     train_text: Blocks,
     valid_text: Blocks,
     weights: dict[str, torch.Tensor] | None,
-    said: dict[str, Any],
+    about: dict[str, Any],
 ) -> None:
     """Train from the newest checkpoint to the last step, and save."""
     settings = config.train
     try:
         wrapped, optimizer, scheduler = build(config, weights)
-        done = checkpoint.resume(args.save, wrapped.module, optimizer, scheduler, said)
+        finished_step = checkpoint.resume(args.save, wrapped.module, optimizer, scheduler, about)
     except (OSError, ValueError) as error:
         sys.exit(f"train.py: {error}")
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -180,14 +181,14 @@ def train(
         optimizer=optimizer,
         scheduler=scheduler,
         save=args.save,
-        step=done,
+        step=finished_step,
         samples_per_step=samples,
-        extra={"about": said},
+        extra={"about": about},
     )
     last = min(settings.steps, args.stop_at or settings.steps)
 
     def one_step(step: int) -> None:
-        """Make one step. After a fault it is called again, on all ranks, for a step that was cut off."""
+        """Make one step. After a fault, all ranks call this function again for the interrupted step."""
         # The samples follow from the number of the step alone. Each rank takes its own part of them.
         first = (step - 1) * samples + rank * settings.batch
         tokens = train_text.batch(first, settings.batch, settings.seed).cuda()
@@ -214,12 +215,12 @@ def train(
 
     def keep(step: int) -> None:
         with protection.phase("save"):  # (ttp)
-            checkpoint.save(args.save, step, wrapped.module, optimizer, scheduler, said)
+            checkpoint.save(args.save, step, wrapped.module, optimizer, scheduler, about)
         say(f"step {step} saved in {args.save}")
 
     protection.run_steps(one_step, last)  # (ttp) in place of `for step in range(done + 1, last + 1)`
     # After the loop: of what stands in it after the update, a fault may leave out the newest.
-    if done < last:
+    if finished_step < last:
         measure(last)
         keep(last)
     protection.end_training()  # (ttp)

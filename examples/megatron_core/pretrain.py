@@ -56,9 +56,9 @@ def read_behind(step: int, last: int) -> Iterator[torch.Tensor]:
     """Return the batches of this rank of the steps after `step`, read ahead by a process of their own."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = Rows(last * BATCH * size)
-    own = [row for row in range(step * BATCH * size, len(rows)) if row // BATCH % size == rank]
+    own_rows = [row for row in range(step * BATCH * size, len(rows)) if row // BATCH % size == rank]
     # It draws a seed: from a generator of its own, so that it may be made when the random states are loaded.
-    return iter(DataLoader(rows, BATCH, sampler=own, num_workers=1, generator=torch.Generator()))
+    return iter(DataLoader(rows, BATCH, sampler=own_rows, num_workers=1, generator=torch.Generator()))
 
 
 def main() -> None:
@@ -92,17 +92,17 @@ def main() -> None:
         wd_incr_style="constant",
     )
     # A process in the place of a failed one gets its state from the others.
-    done = 0 if adaptor.is_newcomer() else load(args.save, model, optimizer, scheduler)  # (ttp)
+    finished_step = 0 if adaptor.is_newcomer() else load(args.save, model, optimizer, scheduler)  # (ttp)
     protection = adaptor.protect(  # (ttp)
         model=[model],
         optimizer=optimizer,
         scheduler=scheduler,
         save=args.save,
-        step=done,
+        step=finished_step,
         samples_per_step=BATCH * size,
     )
     model.config.grad_scale_func = optimizer.scale_loss
-    batches = read_behind(done, args.iters)
+    batches = read_behind(finished_step, args.iters)
 
     def go_back(step: int) -> None:  # called before training goes on after a fault
         nonlocal batches
@@ -113,7 +113,7 @@ def main() -> None:
             save(args.save, step, model, optimizer, scheduler)
 
     def one_step(step: int) -> None:  # called again for a step that a fault has cut off
-        if step - 1 > done and (step - 1) % args.save_interval == 0:
+        if step - 1 > finished_step and (step - 1) % args.save_interval == 0:
             save_after(step - 1)
         loss, grad_norm = train_step(next(batches), model, optimizer)
         scheduler.step(increment=BATCH * size)
@@ -123,7 +123,7 @@ def main() -> None:
 
     print(f"rank {torch.distributed.get_rank()} is process {os.getpid()}", flush=True)
     protection.run_steps(one_step, args.iters, go_back)  # (ttp) in place of `for step in range(...)`
-    if args.iters > done:
+    if args.iters > finished_step:
         save_after(args.iters)
     torch.distributed.destroy_process_group()
 
@@ -159,7 +159,7 @@ def build(instances: int) -> DistributedDataParallel:
 
 
 def train_step(batch: torch.Tensor, model: DistributedDataParallel, optimizer: object) -> tuple[float, float]:
-    """One update; the mean loss over all ranks and the gradient norm."""
+    """Make one update; return the mean loss over all ranks and the gradient norm."""
     tokens = batch.cuda()
     model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -177,7 +177,7 @@ def train_step(batch: torch.Tensor, model: DistributedDataParallel, optimizer: o
 def save(
     folder: Path, step: int, model: DistributedDataParallel, optimizer: object, scheduler: object
 ) -> None:
-    """Save `step` as the adaptor does; the tracker, which names it, comes last."""
+    """Save `step` as the adaptor does; the tracker is written last."""
     checkpoint = folder / f"iter_{step:07d}"
     files = checkpoint / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     files.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def save(
 
 
 def load(folder: Path, model: DistributedDataParallel, optimizer: object, scheduler: object) -> int:
-    """Load the newest checkpoint in `folder`; its step, or 0 where there is none."""
+    """Load the newest checkpoint in `folder`; return its step, or 0 without a checkpoint."""
     tracker = folder / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return 0

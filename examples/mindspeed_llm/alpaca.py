@@ -49,8 +49,8 @@ def convert(source: Path, drop_empty: bool = False) -> tuple[list[dict[str, str]
     kept, empty = [], []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or any(name not in row for name in NEEDED):
-            found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{source}, row {number} has {found}; needed are {', '.join(COLUMNS)}")
+            description = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{source}, row {number} has {description}; needed are {', '.join(COLUMNS)}")
         texts = {name: row.get(name) or "" for name in COLUMNS}
         for name, text in texts.items():
             if not isinstance(text, str):

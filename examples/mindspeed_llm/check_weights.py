@@ -50,8 +50,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path} has a header that is not safetensors': {AGAIN}") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
-        what = "is truncated" if size < expected else "is too long"
-        raise ValueError(f"{path} {what}: {size} bytes, its header says {expected}: {AGAIN}")
+        problem = "is truncated" if size < expected else "is too long"
+        raise ValueError(f"{path} {problem}: {size} bytes, its header says {expected}: {AGAIN}")
     return tensors
 
 
@@ -98,25 +98,25 @@ def _check_index(index: Path) -> tuple[set[str], int, int]:
     for name in files:
         header = read_header(index.parent / name)
         size += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
-        wanted = {tensor for tensor, file in mapped.items() if file == name}
-        for tensor in sorted(wanted ^ set(header)):
-            where = "the index only" if tensor in wanted else "the file only"
+        tensors_of_file = {tensor for tensor, file in mapped.items() if file == name}
+        for tensor in sorted(tensors_of_file ^ set(header)):
+            place = "the index only" if tensor in tensors_of_file else "the file only"
             raise ValueError(
-                f"{index.parent / name}: {tensor} is in {where}; index and file are of two models"
+                f"{index.parent / name}: {tensor} is in {place}; index and file are of two models"
             )
-    told = content.get("metadata", {}).get("total_size", size)
-    if told != size:
-        raise ValueError(f"{index} says total_size {told}, the files have {size}: {AGAIN}")
+    total = content.get("metadata", {}).get("total_size", size)
+    if total != size:
+        raise ValueError(f"{index} says total_size {total}, the files have {size}: {AGAIN}")
     return set(mapped), size, len(files)
 
 
 def _check_layers(model: Path, names: set[str], config: dict[str, Any]) -> None:
     layers = config.get("num_hidden_layers")
-    found = {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
-    if isinstance(layers, int) and found != set(range(layers)):
-        odd = min(found ^ set(range(layers)))
-        what = "has no tensor" if odd < layers else "is one too many"
-        raise ValueError(f"{model}: layer {odd} {what}; config.json says num_hidden_layers {layers}")
+    present_layers = {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+    if isinstance(layers, int) and present_layers != set(range(layers)):
+        odd = min(present_layers ^ set(range(layers)))
+        problem = "has no tensor" if odd < layers else "is one too many"
+        raise ValueError(f"{model}: layer {odd} {problem}; config.json says num_hidden_layers {layers}")
 
 
 def _check_bin(model: Path) -> str:

@@ -11,7 +11,7 @@ import torch
 
 
 class _Opaque:
-    """Something of the framework's: its attributes, none of its functions."""
+    """An object of the framework: its attributes without its functions."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Opaque:
         return super().__new__(cls)
@@ -31,7 +31,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickle:
-    """What torch.load takes as a pickle module."""
+    """A pickle module for torch.load."""
 
     Unpickler = _Unpickler
     load = staticmethod(lambda file, **kwargs: _Unpickler(file, **kwargs).load())
@@ -41,13 +41,13 @@ def newest(folder: Path) -> Path:
     """Return the newest checkpoint below a folder with a tracker. Raises ValueError."""
     tracker = folder / "latest_checkpointed_iteration.txt"
     try:
-        said = tracker.read_text().strip()
+        name = tracker.read_text().strip()
     except OSError:
         raise ValueError(f"{tracker} is missing: the checkpoint has moved, or was never written") from None
-    found = folder / (said if said == "release" else f"iter_{int(said):07d}" if said.isdigit() else "?")
-    if not found.is_dir():
-        raise ValueError(f"{tracker} says {said!r}, and {found} is no folder")
-    return found
+    checkpoint = folder / (name if name == "release" else f"iter_{int(name):07d}" if name.isdigit() else "?")
+    if not checkpoint.is_dir():
+        raise ValueError(f"{tracker} says {name!r}, and {checkpoint} is no folder")
+    return checkpoint
 
 
 def files(folder: Path) -> list[Path]:
@@ -56,7 +56,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the content of one file. Raises ValueError where it is damaged."""
+    """Return the content of one file. Raises ValueError if the file is damaged."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Pickle)
     except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:

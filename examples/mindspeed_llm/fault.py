@@ -30,8 +30,8 @@ def process_of(rank: int, ancestor: int) -> int | None:
     return None
 
 
-def run(command: list[str], rank: int, after: int) -> int:
-    """Run the command, its output with this program's; return its exit code, 1 where nobody was killed."""
+def run(command: list[str], rank: int, step: int) -> int:
+    """Run the command, its output with this program's; return its exit code, or 1 without a kill."""
     killed = None
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -41,7 +41,7 @@ def run(command: list[str], rank: int, after: int) -> int:
             sys.stdout.write(line)
             sys.stdout.flush()
             logged = re.search(r"iteration +(\d+)/", line)
-            if killed is None and logged and int(logged[1]) >= after:
+            if killed is None and logged and int(logged[1]) >= step:
                 killed = process_of(rank, job.pid)
                 if killed is not None:
                     os.kill(killed, signal.SIGKILL)
@@ -49,9 +49,7 @@ def run(command: list[str], rank: int, after: int) -> int:
                         f"fault.py: killed rank {rank} (process {killed}) after step {logged[1]}", flush=True
                     )
     if killed is None:
-        print(
-            f"fault.py: rank {rank} was not killed: no step {after} was logged, or it had ended", flush=True
-        )
+        print(f"fault.py: rank {rank} was not killed: no step {step} was logged, or it had ended", flush=True)
     return job.returncode if killed is not None else job.returncode or 1
 
 

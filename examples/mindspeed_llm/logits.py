@@ -28,9 +28,9 @@ def main() -> None:
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     device = torch.cuda.current_device()
     with torch.no_grad():
-        found = model[0](tokens.to(device), positions.to(device), mask.to(device))
+        output = model[0](tokens.to(device), positions.to(device), mask.to(device))
     if torch.distributed.get_rank() == 0:
-        torch.save({"tokens": tokens, "logits": found.float().cpu()}, os.environ["LOGITS"])
+        torch.save({"tokens": tokens, "logits": output.float().cpu()}, os.environ["LOGITS"])
 
 
 if __name__ == "__main__":

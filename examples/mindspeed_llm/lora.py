@@ -1,7 +1,7 @@
 """`python lora.py --rank R --targets NAME... [--adapter DIR] [--base DIR --note FILE]`: does LoRA fit?
 
-A target that is in no layer, another rank than that of the adapter to go on with, a base that is gone or is
-another one than before: the framework says so late, in a traceback, or trains something else without a word.
+A target in no layer, a rank other than the resumed adapter's, a base that is missing or was replaced: the
+framework reports such mistakes late, in a traceback, or silently trains something else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 def check_rank(adapter: Path, rank: int) -> None:
-    """Raise ValueError where the newest checkpoint in `adapter`, if there is one, has another rank."""
+    """Raise ValueError if the newest checkpoint in `adapter` has another rank."""
     if not (adapter / "latest_checkpointed_iteration.txt").is_file():
         return
     import checkpoints  # here, because it imports torch
@@ -45,23 +45,23 @@ def check_rank(adapter: Path, rank: int) -> None:
 
 
 def check_base(base: Path, note: Path) -> None:
-    """Write path and hash of the base into `note`, or compare with what is there. Raises ValueError."""
+    """Write path and hash of the base into `note`, or compare with an existing note. Raises ValueError."""
     import checkpoints
 
     digest = hashlib.sha256()
     for path in checkpoints.files(checkpoints.newest(base)):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    now = {"sha256": digest.hexdigest(), "base": str(base.resolve())}
+    current = {"sha256": digest.hexdigest(), "base": str(base.resolve())}
     if not note.is_file():
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(now))
+        note.write_text(json.dumps(current))
         return
-    before = json.loads(note.read_text())
-    for key, what in (("sha256", "content"), ("base", "folder")):
-        if before[key] != now[key]:
+    noted = json.loads(note.read_text())
+    for key, part in (("sha256", "content"), ("base", "folder")):
+        if noted[key] != current[key]:
             raise ValueError(
-                f"the base of the adapter has another {what}: {key} was {before[key]}, is {now[key]};"
+                f"the base of the adapter has another {part}: {key} was {noted[key]}, is {current[key]};"
                 " bring it back, or begin LoRA anew (flow.sh --from lora)"
             )
 

@@ -61,16 +61,16 @@ def _check_file(file: Path) -> int:
     if not rows:
         raise ValueError(f"{file} is empty")
     for number, row in enumerate(rows, 1):
-        where = f"{file}, row {number}"
+        place = f"{file}, row {number}"
         if len(row) != len(COLUMNS):
             shown = ", ".join(cell[:20] for cell in row)
-            raise ValueError(f"{where} has {len(row)} columns ({shown[:80]}); needed are {WANTED}")
+            raise ValueError(f"{place} has {len(row)} columns ({shown[:80]}); needed are {WANTED}")
         if number == 1 and row[-1].strip().lower() in ("answer", "target", "label"):
-            raise ValueError(f"{where} is a header ({', '.join(row)}): remove it")
+            raise ValueError(f"{place} is a header ({', '.join(row)}): remove it")
         if not row[-1].strip():
-            raise ValueError(f"{where}: the answer is empty")
+            raise ValueError(f"{place}: the answer is empty")
         if row[-1] not in ("A", "B", "C", "D"):
-            raise ValueError(f"{where}: the answer is {row[-1][:20]!r}, not A, B, C or D")
+            raise ValueError(f"{place}: the answer is {row[-1][:20]!r}, not A, B, C or D")
     return len(rows)
 
 
@@ -85,10 +85,10 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 def score(log: str, questions: int) -> str:
     """Return a line about what the framework's evaluation logged. Raises ValueError."""
-    found = re.findall(r"mmlu acc = (\d+)/(\d+)=", log)
-    if not found:
+    counts = re.findall(r"mmlu acc = (\d+)/(\d+)=", log)
+    if not counts:
         raise ValueError("the evaluation ended without a result: its log says why")
-    right, count = map(int, found[-1])
+    right, count = map(int, counts[-1])
     if count != questions:
         raise ValueError(f"the evaluation counted {count} questions, the files have {questions}")
     low, high = interval(right, count)

@@ -1,6 +1,6 @@
 """`python model_arguments.py MODEL`: the framework's arguments for a Qwen3, from Hugging Face's config.json.
 
-They are those of the framework's own examples/mcore/qwen3, where they are written out for each size.
+They equal those of the framework's own examples/mcore/qwen3, which lists the arguments of each size.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ def arguments(config: dict[str, Any]) -> list[str]:
     """Return the arguments for the content of a config.json. Raises ValueError where it is no dense Qwen3."""
     if config.get("model_type") != "qwen3":
         raise ValueError(f"model_type is {config.get('model_type')!r}; this flow is written for 'qwen3'")
-    found = FIXED.split()
+    arguments = FIXED.split()
     for option, key in SIZES.items():
         if key not in config:
             raise ValueError(f"config.json has no {key}")
-        found += [option, f"{config[key]}"]
+        arguments += [option, f"{config[key]}"]
     rope = config.get("rope_parameters") or config  # its place since transformers 5
     if "rope_theta" not in rope:
         raise ValueError("config.json has no rope_theta")
-    found += ["--rotary-base", str(int(rope["rope_theta"]))]
-    return found if config.get("tie_word_embeddings") else [*found, "--untie-embeddings-and-output-weights"]
+    arguments += ["--rotary-base", str(int(rope["rope_theta"]))]
+    return (
+        arguments
+        if config.get("tie_word_embeddings")
+        else [*arguments, "--untie-embeddings-and-output-weights"]
+    )
 
 
 def main() -> None:

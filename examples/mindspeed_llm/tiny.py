@@ -24,8 +24,8 @@ SUBJECTS = ("anatomy", "astronomy")
 VOCABULARY = 400
 
 
-def words(drawn: random.Random, least: int, most: int) -> str:
-    return " ".join(drawn.choices(WORDS, k=drawn.randint(least, most)))
+def words(drawn: random.Random, least: int, maximum: int) -> str:
+    return " ".join(drawn.choices(WORDS, k=drawn.randint(least, maximum)))
 
 
 def write_model(folder: Path, texts: list[str]) -> None:

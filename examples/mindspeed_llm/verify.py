@@ -1,9 +1,9 @@
-"""What the flow is measured by: `python verify.py checkpoints|models|logits|merged A B [...]`.
+"""The checks of the flow: `python verify.py checkpoints|models|logits|merged A B [...]`.
 
-checkpoints A B            the newest checkpoints of two runs, bit for bit
-models A B                 the weights of two models of Hugging Face, bit for bit
-logits MODEL FILE          transformers' logits against those that logits.py has written
-merged BASE LORA MERGED    peft's merge_and_unload against the framework's conversion of a LoRA checkpoint
+checkpoints A B            the newest checkpoints of two runs, bit for bit models A B                 the
+weights of two models of Hugging Face, bit for bit logits MODEL FILE          transformers' logits against
+those of logits.py merged BASE LORA MERGED    peft's merge_and_unload against the framework's conversion of a
+LoRA checkpoint
 """
 
 from __future__ import annotations
@@ -21,59 +21,63 @@ TOLERANCE = 1e-4  # of logits in fp32
 
 
 class DifferentError(Exception):
-    """One line: what is different."""
+    """A difference, described in one line."""
 
 
-def same_checkpoints(one: Path, other: Path) -> str:
-    folders = checkpoints.newest(one), checkpoints.newest(other)
+def same_checkpoints(first: Path, second: Path) -> str:
+    folders = checkpoints.newest(first), checkpoints.newest(second)
     names = [[str(path.relative_to(folder)) for path in checkpoints.files(folder)] for folder in folders]
     if folders[0].name != folders[1].name or names[0] != names[1]:
         raise DifferentError(f"{folders[0]} has {names[0]}, {folders[1]} has {names[1]}")
     tensors = 0
     for name in names[0]:
-        found = [dict(checkpoints.flat(_trained(checkpoints.load(folder / name)))) for folder in folders]
-        for key in sorted(set(found[0]) | set(found[1])):
-            left, right = (values.get(key) for values in found)
-            if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        values_of_folders = [
+            dict(checkpoints.flat(_trained(checkpoints.load(folder / name)))) for folder in folders
+        ]
+        for key in sorted(set(values_of_folders[0]) | set(values_of_folders[1])):
+            first_value, right = (values.get(key) for values in values_of_folders)
+            if isinstance(first_value, torch.Tensor) and isinstance(right, torch.Tensor):
                 tensors += 1
-                if not equal(left, right):
+                if not equal(first_value, right):
                     raise DifferentError(f"{name}: {key} is different")
-            elif isinstance(left, (int, float, str)) and left != right:
-                raise DifferentError(f"{name}: {key} is {left} and {right}")
-    return f"{folders[0].name} of {one} and {other}: {tensors} tensors, bit for bit"
+            elif isinstance(first_value, (int, float, str)) and first_value != right:
+                raise DifferentError(f"{name}: {key} is {first_value} and {right}")
+    return f"{folders[0].name} of {first} and {second}: {tensors} tensors, bit for bit"
 
 
 def _trained(content: dict[str, Any]) -> dict[str, Any]:
-    """Without the arguments, which name folders, and a count that it begins anew at every start."""
+    """Return the state without the arguments, which name folders, and a count that restarts at every
+    start.
+    """
     left_out = ("args", "num_floating_point_operations_so_far")
     return {key: value for key, value in content.items() if key not in left_out}
 
 
-def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
+def equal(first: torch.Tensor, right: torch.Tensor) -> bool:
+    if first.dtype != right.dtype or first.shape != right.shape:
         return False
     return torch.equal(
-        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
+        first.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
     )
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("model*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
-def same_models(one: Path, other: Path) -> str:
-    left, right = weights(one), weights(other)
-    for name in sorted(set(left) | set(right)):
-        if name not in left or name not in right:
-            raise DifferentError(f"{name} is in {one if name in left else other} only")
-        if not equal(left[name], right[name]):
+def same_models(first: Path, second: Path) -> str:
+    first_weights, right = weights(first), weights(second)
+    for name in sorted(set(first_weights) | set(right)):
+        if name not in first_weights or name not in right:
+            raise DifferentError(f"{name} is in {first if name in first_weights else second} only")
+        if not equal(first_weights[name], right[name]):
             raise DifferentError(f"{name} is different")
-    return f"{one} and {other}: {len(left)} tensors, bit for bit"
+    return f"{first} and {second}: {len(first_weights)} tensors, bit for bit"
 
 
 def _pretrained(model: Path, **options: Any) -> Any:
@@ -89,11 +93,13 @@ def logits(model: Path, file: Path) -> str:
     loaded = _pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = loaded.eval()(written["tokens"]).logits
-    most = float((expected - written["logits"]).abs().max())
-    if not most < TOLERANCE:
-        raise DifferentError(f"logits of {model} differ by {most:.2g} from the framework's")
+    difference = float((expected - written["logits"]).abs().max())
+    if not difference < TOLERANCE:
+        raise DifferentError(f"logits of {model} differ by {difference:.2g} from the framework's")
     size = float(expected.abs().max())
-    return f"{model}: {expected.numel()} logits up to {size:.2g}, at most {most:.1g} from the framework's"
+    return (
+        f"{model}: {expected.numel()} logits up to {size:.2g}, at most {difference:.1g} from the framework's"
+    )
 
 
 def merged(base: Path, lora: Path, result: Path) -> str:
@@ -122,16 +128,18 @@ def merged(base: Path, lora: Path, result: Path) -> str:
         raise DifferentError(f"peft has no {min(missing)}")
     tuned.load_state_dict(cut, strict=False)
     expected = tuned.merge_and_unload().state_dict()
-    found, most, different = weights(result), 0.0, 0
-    for name, tensor in found.items():
-        left, right = expected[name].float(), tensor.float()
-        different += int((left != right).sum())
-        most = max(most, float(((left - right).abs() / left.abs().clamp(min=1e-3)).max()))
-    if set(expected) != set(found) or not most <= 2**-7:  # an ulp of bf16, where both round
-        raise DifferentError(f"{result} differs from peft's merge by {most:.2g}")
-    return (
-        f"{result}: {len(found)} tensors as peft merges them, {different} numbers off by one rounding of bf16"
-    )
+    tensors, largest, different = weights(result), 0.0, 0
+    for name, tensor in tensors.items():
+        by_peft, right = expected[name].float(), tensor.float()
+        different += int((by_peft != right).sum())
+        largest = max(
+            largest,
+            float(((by_peft - right).abs() / by_peft.abs().clamp(min=1e-3)).max()),
+        )
+    if set(expected) != set(tensors) or not largest <= 2**-7:  # an ulp of bf16, where both round
+        raise DifferentError(f"{result} differs from peft's merge by {largest:.2g}")
+    count = f"{len(tensors)} tensors as peft merges them"
+    return f"{result}: {count}, {different} numbers off by one rounding of bf16"
 
 
 def _modules(name: str, rows: torch.Tensor, config: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -140,8 +148,8 @@ def _modules(name: str, rows: torch.Tensor, config: dict[str, Any]) -> list[tupl
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     if module == "linear_qkv":
         groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
-        each = rows.view(groups, heads // groups + 2, config["head_dim"], rows.shape[1])
-        parts = each[:, :-2], each[:, -2:-1], each[:, -1:]
+        by_group = rows.view(groups, heads // groups + 2, config["head_dim"], rows.shape[1])
+        parts = by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:]
         return [
             (f"{attention}.{letter}_proj", part.reshape(-1, rows.shape[1]))
             for letter, part in zip("qkv", parts, strict=True)
