@@ -1,4 +1,4 @@
-"""The cells of the full matrix: a layout, a fault, and the steps that may be saved after it."""
+"""The cells of the full matrix: a layout, a fault, and the steps to which last words may belong."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the matrix, with the moment of its fault.
+    """A combination of the matrix, with the moment of the fault.
 
     Attributes:
         family: the name of the layout, without precision, replica and format.
-        layout: the layout with precision, replica and format; its name is that of the baseline.
+        layout: the layout with precision, replica and format; its name is also the baseline's.
         copies: whether local copies replace the barrier.
     """
 
@@ -71,9 +71,7 @@ class Cell:
         return self.family in ALONE
 
     def phases(self) -> tuple[str, ...]:
-        """Return the phases of the cell's moment that its ranks reach and in which a fault can be
-        survived.
-        """
+        """Return the phases of the cell's moment, reached by its ranks, with survivable faults."""
         overlapped = "--overlap-param-gather" in self.layout.extra
         # With overlap, parameters are gathered in the next step; without a distributed optimizer, never.
         gathers = self.layout.distributed_optimizer and not overlapped
@@ -86,11 +84,11 @@ class Cell:
         )
 
     def fault(self, seed: int, skipped: Collection[int]) -> tuple[Fault, set[int]]:
-        """Return the fault, and the steps that may be saved after it.
+        """Return the fault, and the steps to which last words may belong.
 
         Args:
             seed: for the choice of step, rank and phase.
-            skipped: steps that the unmodified framework skips: these do not reach every phase.
+            skipped: steps without an update in the unmodified framework, which do not reach every phase.
         """
         source = random.Random(f"{seed} {self.name}")
         step = source.choice([step for step in STEPS if step not in skipped])
@@ -103,10 +101,10 @@ class Cell:
 
 
 def cells(faults: int) -> list[Cell]:
-    """Return all cells, in turns: each turn has one cell of every layout that has cells left.
+    """Return all cells in turns: each turn has a cell of every layout with cells left.
 
     Args:
-        faults: 1 for one fault in each combination, alternately early and late; 2 for both.
+        faults: 1 for a single fault in each combination, alternately early and late; 2 for both.
     """
     queues = [_of(layout, number, faults) for number, layout in enumerate(LAYOUTS)]
     return [cell for turn in itertools.zip_longest(*queues) for cell in turn if cell is not None]

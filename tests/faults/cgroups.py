@@ -26,7 +26,7 @@ def too_little_memory(limit: int = _LIMIT) -> Iterator[Path]:
     """Make a group whose processes are killed when they use more than `limit` bytes.
 
     Raises:
-        OSError: this user may not make such a group on this machine.
+        OSError: the user may not make such a group on the machine.
     """
     limits = (
         {"memory.max": limit, "memory.swap.max": 0}
@@ -42,7 +42,7 @@ def slow_writes(device: Path, rate: int) -> Iterator[Path]:
     """Make a group whose processes write at most `rate` bytes a second to a block device.
 
     Raises:
-        OSError: this user may not make such a group on this machine.
+        OSError: the user may not make such a group on the machine.
     """
     number = device.stat().st_rdev
     numbers = f"{os.major(number)}:{os.minor(number)}"
@@ -62,7 +62,7 @@ def no_more_threads(process: int) -> Iterator[Path]:
     At the end the processes return to their previous group.
 
     Raises:
-        OSError: this user may not make such a group on this machine.
+        OSError: the user may not make such a group on the machine.
     """
     with _group("pids", {}) as group:
         hierarchy = "0" if _UNIFIED else "pids"

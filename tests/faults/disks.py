@@ -24,8 +24,8 @@ class Disk:
 
     Attributes:
         place: the mount point.
-        device: the block device, if there is one.
-        below: the folder of the file behind the device; it has less room than the device claims.
+        device: the block device, if any.
+        below: the folder of the file behind the device, with less room than the device claims.
     """
 
     place: Path
@@ -43,7 +43,7 @@ class Disk:
 
 @contextmanager
 def memory(place: Path, size: int, *unmount_flags: str) -> Iterator[Disk]:
-    """Mount a disk of `size` bytes in memory. Raises OSError if this user may not mount one."""
+    """Mount a disk of `size` bytes in memory. Raises OSError without the permission to mount."""
     place.mkdir()
     _run("mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={_INODES}", "tmpfs", str(place))
     try:
@@ -78,7 +78,7 @@ def block(place: Path, room: int) -> Iterator[Disk]:
 
 
 def worsen() -> None:
-    """Break the disk that this process's environment names."""
+    """Break the disk named in the environment of the process."""
     trouble, _, place = os.environ[VARIABLE].partition(" ")
     if trouble == "read-only":
         _run("mount", "-o", "remount,ro", place)
@@ -103,7 +103,7 @@ def _fill(path: Path) -> None:
 
 
 def mend() -> None:
-    """Make the disk that this process's environment names writable again."""
+    """Make the disk named in the environment of the process writable again."""
     trouble, _, place = os.environ[VARIABLE].partition(" ")
     if trouble == "read-only":
         _run("mount", "-o", "remount,rw", place)

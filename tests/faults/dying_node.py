@@ -1,6 +1,6 @@
-"""Runs ttprun as a node that is killed when it is about to restart its workers.
+"""Runs ttprun as a node and kills the node just before the restart of its workers.
 
-At that moment the previous controller has ended, and this agent has not connected to the next one.
+At the kill the previous controller has ended, and the agent has not connected to the next controller.
 """
 
 from __future__ import annotations

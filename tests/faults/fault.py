@@ -1,4 +1,4 @@
-"""Faults of the tests: their kinds, the phases of a step at which they strike, and the code that strikes."""
+"""Faults of the tests: their kinds, their phases of a step, and the code that strikes."""
 
 from __future__ import annotations
 
@@ -149,16 +149,16 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject; without `step` it strikes when its phase is first reached.
+    """A fault to inject; without `step` the fault strikes when its phase is first reached.
 
     Attributes:
         code: exit code of `os._exit` and `sys.exit`, or seed of a bit flip.
-        also: another rank of this machine that is killed at the same moment.
+        also: another rank of the machine to kill at the same moment.
         restart: the generation of the workers, NEWCOMERS or ONCE.
         heals: milliseconds until a cut network is mended, or AFTER_THE_VERDICTS; None: never.
-        since: the first step in which it may strike; a newcomer counts as in the step of the newest fault.
-        until: the last step in which it may strike.
-        after: a rank of this machine that must be stopped (SIGSTOP) before the fault strikes.
+        since: the first step of a strike; a newcomer counts as in the step of the newest fault.
+        until: the last step of a strike.
+        after: a rank of the machine; the fault strikes only when the rank is stopped (SIGSTOP).
     """
 
     rank: int
@@ -201,7 +201,7 @@ class Fault:
 
 
 class Injector:
-    """The faults of a job; `begin` selects those of this process, once the process has its rank."""
+    """The faults of a job; `begin` selects those of the process, once the process has its rank."""
 
     def __init__(self, faults: Sequence[Fault], stamp: Path | None) -> None:
         self._planned = tuple(faults)
@@ -213,7 +213,7 @@ class Injector:
         self.evaluating = False
 
     def begin(self) -> None:
-        """Select the faults of this process; a spare process has no rank before this call."""
+        """Select the faults of the process; a spare process has no rank before the call."""
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         struck: list[dict[str, Any]] = [json.loads(line) for line in self._struck()]
@@ -248,7 +248,7 @@ class Injector:
                 self._strike(fault)
 
     def _struck(self) -> list[str]:
-        """Return the stamps of the faults of this job that have struck."""
+        """Return the stamps of the job's faults so far."""
         if self._stamp is None or not self._stamp.exists():
             return []
         return self._stamp.read_text().splitlines()
@@ -426,7 +426,7 @@ def _until_it_is_stopped(rank: int) -> None:
 
 
 class _Boards(BoardMemory):
-    """The boards of this node's ranks, read by one of them."""
+    """The boards of the node's ranks, read by one rank."""
 
     def __init__(self, path: str, slots: str) -> None:
         ranks = [int(rank) for rank in slots.split(",")]
@@ -486,7 +486,7 @@ def _until_all_spare_nodes_wait() -> None:
 
 
 def _until_a_node_is_back(struck: int) -> None:
-    """Wait until a node that came back waits as a spare: one more than the faults that `struck` before."""
+    """Wait until a returned node waits as a spare: one more than the faults in `struck`."""
     out = Path(os.environ["TTP_LOG_PATH"]).parent
 
     def waits() -> bool:
@@ -614,7 +614,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _terminate(processes: Iterable[int]) -> None:
-    """Send SIGTERM to those of the processes that still exist."""
+    """Send SIGTERM to the processes; ignore ended processes."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)

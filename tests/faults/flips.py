@@ -154,7 +154,7 @@ def _drawn_masks(drawn: random.Random, pattern: str, count: int, bits: int) -> d
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of bits of one tensor; calling it again undoes it."""
+    """A change of bits of one tensor; a second call undoes the change."""
 
     elements: Any
     masks: dict[int, int]
@@ -207,10 +207,10 @@ class CountChange:
 
 
 class _Apart:
-    """Copies of the shards of a rank, with which updates are made apart from the job.
+    """Copies of the shards of a rank, for updates apart from the job.
 
     Args:
-        trainee: of the rank, at the door of an update: its gradients are in place.
+        trainee: of the rank, at the door of an update, with its gradients in place.
     """
 
     def __init__(self, trainee: Any) -> None:
@@ -238,7 +238,7 @@ class _Apart:
 
 
 class _Door:
-    """The changes of this rank at the door of one step, each with the verdict of the product."""
+    """The changes of the rank at the door of one step, each with the verdict of the product."""
 
     def __init__(self, check: Any, trainee: Any, drawn: random.Random) -> None:
         from adaptor.verification import state_sums, twin_check
@@ -280,11 +280,11 @@ class _Door:
         return [self._random["torch_rng_state"]] if kind == "random" else _TENSORS[kind](holder)
 
     def ask(self, kind: str, pattern: str) -> tuple[str, str, str, int, Any] | None:
-        """Make a change, let the product judge it, and undo it.
+        """Make a change, let the product judge the change, and undo it.
 
         Returns:
-            The change, its pattern, the dtype, the steps until the comparison, and the answer; None if
-            there is nothing to change.
+            The change, its pattern, the dtype, the steps until the comparison, and the answer; None
+            without anything to change.
         """
         holder, steps_later = self._trainee, 0
         if kind.endswith(UNVERIFIED):

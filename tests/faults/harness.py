@@ -1,4 +1,4 @@
-"""Runs jobs in which faults strike, and checks that they leave no process, port or file behind."""
+"""Runs jobs with faults, and checks that no process, port or file is left behind."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the script for this layout, besides those of `args.tiny_gpt`."""
+        """Return the arguments of the script for the layout, besides those of `args.tiny_gpt`."""
         stages = ("--pipeline-model-parallel-size", str(self.pp)) if self.pp > 1 else ()
         return ("--global-batch-size", str(self.batch), *stages, *self.extra)
 
@@ -311,11 +311,11 @@ class Ended:
 
 
 def run(job: Job, *, code: int | None = None) -> Ended:
-    """Run a job to its end, and assert that it leaves nothing behind.
+    """Run a job to its end, and assert that nothing is left behind.
 
     Args:
         job: the job to run.
-        code: the exit code with which all its agents must end; None: any.
+        code: the expected exit code of all agents; None: any.
     """
     job.out.mkdir(parents=True)
     # Not in the job's folder: data loaders put their sockets here, and the paths of sockets must be short.

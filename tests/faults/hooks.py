@@ -46,13 +46,13 @@ LIES = {2: "stale", 3: "nan", 4: "swapped", 5: "cut off", 6: "another step"}
 
 
 def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> None:
-    """Wrap a function once `module` is imported; patches that were armed earlier are inside.
+    """Wrap a function once `module` is imported; earlier patches are inside the wrapper.
 
     Args:
         module: the module that defines the function.
         name: the function.
         wrapper: a wrapper for wrapt.
-        before_0_8: the function's name in versions that do not have `name`.
+        before_0_8: the function's name in versions without `name`.
     """
 
     def wrap(imported: ModuleType) -> None:

@@ -48,9 +48,9 @@ def root() -> Path:
 
 
 def once(place: Path, make: Callable[[Path], None]) -> Path:
-    """Let `make` fill a folder, and rename it to `place` when it is complete.
+    """Let `make` fill a folder, and rename the complete folder to `place`.
 
-    If several processes call this at the same time, one makes the folder and the others wait.
+    If several processes call the function at the same time, one makes the folder and the others wait.
 
     Returns:
         `place`.

@@ -108,8 +108,8 @@ class Impossible:
 
     Attributes:
         says: the error in the log of the job.
-        because: the reason, and which combination is trained instead.
-        arguments: of the script, besides those of the layout.
+        because: the reason, and the combination trained instead.
+        arguments: of the script, besides the layout's.
     """
 
     layout: Layout
@@ -146,7 +146,7 @@ IMPOSSIBLE = (
 
 
 def replicas(layout: Layout) -> list[tuple[str, Layout]]:
-    """Return the replicas that a layout allows, each with the layout that selects it."""
+    """Return the possible replicas of a layout, each with its layout."""
     if not layout.distributed_optimizer or layout.data_parallel_size == 1:
         return [("none", layout)]
     if layout.replica == "mirror" or layout.data_parallel_size % 2:

@@ -76,7 +76,7 @@ def _everyone() -> Iterator[Path]:
 
 
 def processes(mark: str) -> list[int]:
-    """Return the processes of this machine that carry a job's mark."""
+    """Return the processes of the machine with a job's mark."""
     variable = f"{MARK}={mark}".encode()
     pids = []
     for process in _everyone():
@@ -106,9 +106,7 @@ def _listening() -> set[int]:
 
 
 def _orphans(names: Iterable[str]) -> set[str]:
-    """Return the shared memory that no living process has mapped; other jobs of this machine have theirs
-    mapped.
-    """
+    """Return the shared memory mapped by no living process; other jobs of the machine have theirs mapped."""
     orphans = set(names)
     for process in _everyone() if orphans else ():
         try:

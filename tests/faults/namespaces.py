@@ -31,8 +31,8 @@ class Namespaces:
 
     Attributes:
         names: the namespaces.
-        address: the address of the first one.
-        ends: the ends (namespace, device) of the link that can be cut.
+        address: the address of the first namespace.
+        ends: the ends (namespace, device) of the cuttable link.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Namespaces:
 
 
 def permitted() -> bool:
-    """Return whether this user may make namespaces on this machine."""
+    """Return whether the user may make namespaces on the machine."""
     try:
         name = f"ttp-{uuid.uuid4().hex[:8]}"
         _run("ip", "netns", "add", name)
@@ -122,7 +122,7 @@ def _address(number: int) -> str:
 
 
 def _ends() -> list[tuple[str, str]]:
-    """Return the ends of the link that can be cut, from this process's environment."""
+    """Return the ends of the cuttable link, from the environment of the process."""
     return [
         (name, device) for name, _, device in (end.partition("/") for end in os.environ[VARIABLE].split())
     ]

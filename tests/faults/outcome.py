@@ -20,7 +20,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def spent(logs: Path) -> dict[str, float]:
-    """Return how a job has spent its time, as `ttp goodput` reports it.
+    """Return the time of a job by use, as `ttp goodput` reports it.
 
     Args:
         logs: the job's log folder.
@@ -50,9 +50,7 @@ def assert_tidy(root: Path) -> None:
 
 
 def assert_saved(root: Path, step: int) -> Path:
-    """Assert that the newest checkpoint is that of `step`, complete by its manifest, and named by the
-    tracker.
-    """
+    """Assert that the newest checkpoint is of `step`, complete by its manifest, and named by the tracker."""
     assert_tidy(root)
     assert steps_in(root)[-1] == step
     assert tracked(root) == str(step)

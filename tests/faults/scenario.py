@@ -75,7 +75,7 @@ def baselines(
 def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> tuple[Ended, int]:
     """Assert that the job ends with `code` and with correct last words of one of the steps `saved`.
 
-    The steps before that must be trained as in the baseline, and the checkpoint must equal the baseline's.
+    Earlier steps must be trained as in the baseline, and the checkpoint must equal the baseline's.
 
     Returns:
         The job, and the step of its last words.
@@ -91,13 +91,13 @@ def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> 
 
 
 def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
-    """Assert that the newest checkpoint equals the baseline's checkpoint of this step."""
+    """Assert that the newest checkpoint equals the baseline's checkpoint of `step`."""
     outcome.assert_saved(save, step)
     assert_as_saved(save, (step,), baseline)
 
 
 def assert_as_saved(save: Path, steps: Collection[int], baseline: Baseline) -> None:
-    """Assert that the checkpoints of these steps equal the baseline's.
+    """Assert that the checkpoints of `steps` equal the baseline's.
 
     The steps must be from before the first restart: later arguments name the loaded iteration.
     """
@@ -142,17 +142,17 @@ def goes_on(job: Job, baseline: Baseline, step: int) -> None:
 def survives(
     job: Job, baseline: Baseline, *, code: int, saved: Collection[int], resumed: bool = False
 ) -> Ended:
-    """Assert that the job ends with correct last words, and that its last line says that no step is lost.
+    """Assert that the job ends with correct last words, and that the last line reports no lost step.
 
-    The last words are bit for bit the files that the framework saved at that step. Both therefore resume
-    alike, and one resumed job for each kind of state is enough. The matrix (`tests/integration/matrix.py`)
-    resumes in each of its cells.
+    Last words equal the framework's own files of that step bit for bit. Both therefore resume alike, and one
+    resumed job for each kind of state is enough. The matrix (`tests/integration/matrix.py`) resumes in each
+    cell.
 
     Args:
         job: the job to run.
         baseline: the baseline of its layout.
         code: the expected exit code.
-        saved: the steps that the job may save.
+        saved: the possible steps of last words.
         resumed: whether the unmodified framework must also resume from the last words.
     """
     result, step = ends(job, baseline, code=code, saved=saved)

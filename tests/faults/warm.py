@@ -1,24 +1,24 @@
 """Starts processes with torch already imported, as forks of a *starter*, in place of new interpreters.
 
-Most of the CPU time of a tiny job goes into imports of torch. A starter imports once what every framework
-imports, and forks itself for each requested process. It imports neither the framework nor the adaptor, but
-keeps their compiled code in memory (`kept_code.py`). The launchers, workers and scripts that run are the real
-ones. Each process is the child of the process that requested it, in a session of its own, with the requested
-environment.
+Most of the CPU time of a tiny job goes into imports of torch. A starter makes the common imports of all
+frameworks once, and forks itself for each requested process. The starter imports neither the framework nor
+the adaptor, but keeps their compiled code in memory (`kept_code.py`). The launchers, workers and scripts are
+the real ones. Each process is the child of the requesting process, in a session of its own, with the
+requested environment.
 
-- `Warm` is a `subprocess.Popen` whose child is a fork of this process's starter. Tests start launchers
-  (`ttprun`, `torchrun`) and scripts with it. The starter lives as long as the process that uses it.
-- A launcher's fork gets a starter of its own, forked before anything else; its workers and their spares are
-  forks of that starter.
-- `WithStarter` is a fork with such a starter for a process that uses `Warm`: the workers of pytest-xdist.
+- `Warm` is a `subprocess.Popen` whose child is a fork of the process's starter. Tests start launchers
+  (`ttprun`, `torchrun`) and scripts with `Warm`. The starter lives as long as the process.
+- A launcher's fork gets its own starter, forked before anything else; its workers and their spares are forks
+  of the launcher's starter.
+- `WithStarter` is a fork with its own starter for a process that uses `Warm`: the workers of pytest-xdist.
 
 Only a process with a single thread can be forked safely, so the requesting process does not fork itself. The
 kernel hands the starter's orphaned grandchild to the nearest ancestor that is a subreaper: the requesting
 process.
 
-The fork repeats what an interpreter reads from its environment at its start: PYTHONPATH, with a
-`sitecustomize` there, the random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds,
-and everything else that torch reads when it is imported, are those of the starter.
+The fork repeats the start of an interpreter with respect to the environment: PYTHONPATH, with a
+`sitecustomize` in it, the random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds,
+and all other variables that torch reads at its import, are those of the starter.
 """
 
 from __future__ import annotations
@@ -189,11 +189,11 @@ class WithStarter(Warm):
 
 
 def inherit(starter: int, connection: socket.socket) -> None:
-    """Let `Warm` in this process use a starter that was forked for it.
+    """Let `Warm` in the process use a starter forked for the process.
 
     Args:
-        starter: its process id.
-        connection: the connection to it.
+        starter: the process id of the starter.
+        connection: the connection to the starter.
     """
 
     def ended() -> int | None:
@@ -530,10 +530,10 @@ def _keep_the_operators() -> None:
 
 
 def _take_huge_pages() -> None:
-    """Ask the kernel to put the memory that all forks share into huge pages.
+    """Ask the kernel to put the memory shared by all forks into huge pages.
 
-    A fork copies an entry for each page, and its end counts each of them down: a quarter of a gigabyte in
-    small pages costs 30 ms of CPU time for each process.
+    A fork copies an entry for each page, and its end counts each page down: a quarter of a gigabyte in small
+    pages costs 30 ms of CPU time for each process.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, access, _, _, inode, *name = line.split(maxsplit=5)
@@ -543,11 +543,11 @@ def _take_huge_pages() -> None:
 
 
 def leave(status: object) -> NoReturn:
-    """End this process as the interpreter does after `sys.exit(status)`, without destroying its objects.
+    """End the process as the interpreter does after `sys.exit(status)`, without destroying its objects.
 
     Threads are joined, exit functions are called, and the streams are flushed. Modules and objects are not
-    destroyed: in a fork that would copy every shared page, a third of a CPU second for each process. Tests
-    marked `cold` start new interpreters, which do destroy them.
+    destroyed: a fork would copy every shared page, a third of a CPU second for each process. Tests marked
+    `cold` start new interpreters, which do destroy objects.
     """
     code = 0 if status is None else status
     if not isinstance(code, int):

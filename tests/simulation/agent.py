@@ -56,11 +56,11 @@ class Agent(Follower):
     """The agent of one node; the boards of its ranks outlive the workers.
 
     Attributes:
-        place: the place that it takes while others train, as a spare node; None: a node from the start.
+        place: the place taken by the agent during training, as a spare node; None: a node from the start.
         workers: the newest process of each rank.
-        has_begun: whether it has started its workers.
+        has_begun: whether the agent has started its workers.
         left: whether torch has ended the workers, after the agent was asked to end.
-        controlled: whether it has always had a controller.
+        controlled: whether the agent has always had a controller.
     """
 
     def __init__(self, world: World, node: int, machine: int, place: TakePlace | None = None) -> None:

@@ -1,8 +1,8 @@
 """Simulated time, connections, and code that waits.
 
-Real code that would block is parked: its condition variable raises `Parked`, and the code is called again
-from its beginning when something has changed. Therefore a call must be repeatable up to the place where it
-waits, which holds for all of them (`Session.before_update`, `freeze`, `bring_to`; `Door.enter`).
+Blocking real code is parked: its condition variable raises `Parked`, and the code is called again from its
+beginning after a change. Therefore a call must be repeatable up to its wait, which holds for all waits of the
+session and the door (`Session.before_update`, `freeze`, `bring_to`; `Door.enter`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Link:
-    """One direction of a connection: delivers messages in order, each after a delay, until it is cut."""
+    """One direction of a connection: delivers messages in order, each after a delay, until cut."""
 
     def __init__(self, clock: Clock, delay: Callable[[], float], arrive: Callable[[Any], None]) -> None:
         self._clock = clock
@@ -132,7 +132,9 @@ class Process:
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def later(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` in this process after some seconds: only if it is alive, and once it is not stopped."""
+        """Call `act` in the process after some seconds: only if the process is alive, and once it is not
+        stopped.
+        """
         self.clock.after(seconds, self.do, act, *args)
 
     def do(self, act: Callable[..., None], *args: Any) -> None:
@@ -163,7 +165,7 @@ class Process:
             self.later(0.0, self.thread, body)
 
     def through(self, act: Callable[[], T]) -> Body[T]:
-        """Call `act` repeatedly until it does not wait any more, or its time is over."""
+        """Call `act` repeatedly until it no longer waits, or its time is over."""
         deadline: float | None = None
         repeated = False
         while True:

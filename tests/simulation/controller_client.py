@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Follower(Process):
-    """An agent's side of control: follows one controller after the other, or hosts one.
+    """An agent's side of control: follows one controller after the other, or hosts the controller.
 
     Attributes:
-        controller_host: the host of the controller, if it is on this agent.
+        controller_host: the host of the controller, if on the same agent.
         connection: the connection to the controller on another node.
         resting: whether the loss of the controller does not matter any more.
     """

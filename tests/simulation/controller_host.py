@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class ControllerHost:
-    """A controller in `agent`; the real `AgentRegistry` decides which messages are accepted.
+    """A controller in `agent`; the real `AgentRegistry` accepts or rejects messages.
 
     Attributes:
-        connections: by node, the connection of each present node; None: this node's own agent.
+        connections: by node, the connection of each present node; None: the host's own agent.
     """
 
     def __init__(self, agent: Follower) -> None:
@@ -72,7 +72,7 @@ class ControllerHost:
         world.faults.on_state("TAKING OVER")
 
     def leave(self) -> None:
-        """Notice that the agent of this host ends."""
+        """Notice the end of the host's agent."""
         if self.controller.incident is None and self.controller.verdict is None:
             for node in self.connections:
                 if node != self.home:
@@ -115,7 +115,7 @@ class ControllerHost:
         self._handle(AgentLost(node))
 
     def lose_absent(self, hello: AgentHello) -> None:
-        """Notice that a node ended before it connected, as the real host does."""
+        """Notice the end of a node before its connection, as the real host does."""
         if self.left:
             return
         if hello.node in self.controller.membership.expected:

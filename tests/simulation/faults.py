@@ -27,8 +27,8 @@ class Faults:
 
     Attributes:
         unsound: ranks that need not be able to provide their state, with the reason.
-        causes: by rank, the fault that a verdict may name as its cause; -1: a request to end the job.
-        cut: machines that no packet reaches.
+        causes: by rank, the fault that a verdict may name as the cause; -1: a request to end the job.
+        cut: machines reached by no packet.
         disk_fails: whether a save may fail because of the disk.
         disk_hangs_on: machines on which calls to the disk do not return, from the start.
         stalls: whether a connection is silent for some seconds.

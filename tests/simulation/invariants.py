@@ -78,7 +78,9 @@ class Invariants:
             self._world.faults.unsound.setdefault(rank, "new")
 
     def takes_part(self, worker: Worker, number: int, attempt: int) -> None:
-        """Check a process that follows an attempt of an online recovery; attempt -1: it goes on after it."""
+        """Check a process that follows an attempt of an online recovery; attempt -1: it continues after the
+        attempt.
+        """
         assert worker.agent.place is None or worker.agent in self._let_in, (
             "a node takes part that was not let in"
         )
@@ -108,7 +110,9 @@ class Invariants:
         return incident.step if is_open else None
 
     def can_be_saved(self, incident: Incident) -> None:
-        """During an online recovery: check that each living survivor has what the controller believes."""
+        """During an online recovery: check that each living survivor has the state assumed by the
+        controller.
+        """
         job, faults = self._world.job, self._world.faults
         for rank in incident.state.nodes:
             worker = self._world.workers[rank]

@@ -17,13 +17,13 @@ class Job:
 
     Attributes:
         nodes: the node of each rank.
-        kind: how shards are replicated.
-        groups: the ranks that write the same files, by group, in the order of names.
-        shares: per rank: the shards that it reports to hold.
-        inner: per rank: the shards that each optimizer of its chain updates.
-        copies: per rank: the shards of other ranks that it mirrors.
-        partners: per rank: the ranks whose gradients it needs for its copies.
-        origin: the step that training starts from.
+        kind: the kind of replicas.
+        groups: the ranks with common files, by group, in the order of names.
+        shares: per rank: the reported shards.
+        inner: per rank: the shards updated by each optimizer of the chain.
+        copies: per rank: the mirrored shards of other ranks.
+        partners: per rank: the ranks whose gradients the copies need.
+        origin: the step before the first step of the training.
         steps: the steps of the training; some numbers are missing because the framework skips them entirely.
         skipped: steps without an update.
         late: whether a rank waits for the others after `end_step`, not at the end of the update.

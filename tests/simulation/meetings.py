@@ -1,4 +1,4 @@
-"""Collectives and dumps: how ranks complete them together, and how they break."""
+"""Collectives and dumps: how ranks complete or break them."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Meetings:
     def _breaks(self, worker: Worker, name: Any) -> bool:
         """Return whether the end of `worker` can break a meeting.
 
-        A worker that has completed a meeting has sent everything that others need, and the kernel delivers
-        it. Others wait for a worker that has never come to a new group.
+        A worker that has completed a meeting has sent its part, and the kernel delivers the part. For a
+        worker that has never come to a new group the others wait.
         """
         joins = name[-1] == "connect" or name[1] in ("groups", "line")
         if is_apart(name) and joins and worker.rank not in self._arrived[name]:

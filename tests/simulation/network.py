@@ -67,16 +67,16 @@ class Connection:
 
 
 class Network:
-    """The machines and their connections: first those of nodes, by number, then those of spare nodes.
+    """The machines and their connections: first the machines of nodes, by number, then those of spare nodes.
 
     Attributes:
-        cut: machines that no packet reaches.
-        islands: machines of `cut` that live on.
+        cut: machines reached by no packet.
+        islands: machines of `cut` with living processes.
         parted: pairs of machines between which no packet passes, or passed for a while.
         mended: whether some nodes may be reached from more than one side: a parted network healed, only some
             machines were parted, or an agent was stopped.
         closed: machines whose agents have ended.
-        known_nodes: nodes that have sent their hello.
+        known_nodes: nodes with a sent hello.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,7 +1,7 @@
-"""Spare nodes, and the gate at which they wait: `spare_gate` and `spare_node` without sockets.
+"""Spare nodes and their gate: `spare_gate` and `spare_node` without sockets.
 
-The real `fill_for_restart` and `fill_online` decide which spare node gets a place, and what the controller is
-told.
+The real `fill_for_restart` and `fill_online` choose the spare node for a place, and the messages to the
+controller.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SpareNode(Process):
     """A process of `ttprun --ttp-spare`, which outlives generations.
 
     Attributes:
-        place: the place that it was ordered to take.
-        agent: its agent in this generation, once it has begun as a node.
+        place: the ordered place.
+        agent: the agent in the present generation, once the process has begun as a node.
     """
 
     def __init__(self, world: World, machine: int) -> None:
@@ -87,15 +87,15 @@ class SpareNode(Process):
 
 
 class SpareGate:
-    """The gate in an agent with a controller; that of node 0 exists through all generations.
+    """The gate in an agent with a controller; the gate of node 0 exists through all generations.
 
     Attributes:
         machine: of the agent.
         places_given: the number of places given so far.
         waiting: the waiting spare nodes.
-        owners: the owner of each place that was given.
+        owners: the owner of each given place.
         store: the rendezvous store, which stays.
-        gone: the hello of each node whose spare process ended after it got the place.
+        gone: the hello of each node whose spare process ended after the grant of the place.
     """
 
     def __init__(self, world: World, machine: int) -> None:

@@ -83,8 +83,8 @@ class StepInvariants:
     def _boards(self, field: str) -> dict[int, int]:
         """Return a field of each rank's board, also of dead ranks.
 
-        The board of a newcomer says nothing about its rank until all go on. A rank that is cut off does not
-        know of a newcomer, and its door may be open.
+        The board of a newcomer counts only after the recovery. A rank that is cut off does not know of a
+        newcomer, and its door may be open.
         """
         workers = self._world.workers
         return {

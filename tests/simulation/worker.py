@@ -1,6 +1,6 @@
-"""A simulated worker: a real session, door and board; its script and its processor have no threads.
+"""A simulated worker: a real session, door and board; script and processor have no threads.
 
-The script is Megatron's loop, as far as the session and other ranks see it. The processor answers like
+The script is Megatron's loop, as seen by the session and other ranks. The processor answers like
 `adaptor.worker.processor`; its threads are generators.
 """
 
@@ -123,12 +123,12 @@ def _line(order: Regroup, newcomer: int, *parts: Any) -> Any:
 
 
 class Worker(Process):
-    """One process of a rank.
+    """A process of a rank.
 
     Attributes:
         epoch: the incident of the last online recovery; connections belong to one epoch.
-        newcomer: whether it replaces another process and has not joined the others yet.
-        is_known: whether the agent has received its hello.
+        newcomer: whether the process replaces another and has not joined the others yet.
+        is_known: whether the agent has received the hello.
         raises: whether an exception is about to leave the script.
     """
 

@@ -66,16 +66,16 @@ class World:
 
     Attributes:
         hubs: controllers by term and machine.
-        agents: by node, the agent that has the node's place.
-        machines: all agents by machine, also those that have lost their places.
+        agents: by node, the agent with the node's place.
+        machines: all agents by machine, also agents without their places.
         spares: the processes of spare nodes by machine.
-        gates: the gates of spare nodes, by the machines of agents that have, or had, a controller; empty: the
-            job has no spare nodes.
-        excluded: the agents of this generation without which one side of a cut network goes on (the lease).
+        gates: the gates of spare nodes, by the machines of present or former controllers; empty: the job
+            has no spare nodes.
+        excluded: the agents of the generation without which one side of a cut network continues (the lease).
         log: receives a line for each event, for people to read; None: no log.
-        before: the previous generation: time, the disk and running tasks on it go on.
-        filled: places that spare nodes have got for the next generation, by node.
-        came: agents of spare nodes that were accepted during the current online recovery.
+        before: the previous generation, whose time, disk and disk tasks continue.
+        filled: places of spare nodes in the next generation, by node.
+        came: agents of spare nodes accepted during the current online recovery.
         recovered_with: the number of spare nodes that train after an online recovery.
     """
 
@@ -218,8 +218,9 @@ class World:
     def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
         """Give the agent the place of its node: the controller has accepted its hello.
 
-        The agent gets no place in three cases: it and the controller were cut off together and others have
-        its place; its hello was on its way when the controller's node was cut off; others go on without it.
+        The agent gets no place in three cases: agent and controller were cut off together and others have the
+        place; its hello was on its way when the controller's node was cut off; others continue without the
+        agent.
         """
         previous_agent = self.agents[agent.node]
         apart = self.agents[hub.home] is not hub.agent or hub.agent.machine in self.network.cut
