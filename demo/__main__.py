@@ -86,7 +86,7 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def survival(run: Run) -> Survival:
-    """Return a killed run with the report of its incident. Raises DemoError if there is none."""
+    """Return a killed run with the report of its incident. Raises DemoError without a report."""
     if run.kill is None:
         raise DemoError(f"the training ended before anything was killed: see {run.log}")
     try:

@@ -1,4 +1,4 @@
-"""Real text for the demo: the Python standard library of this machine, and a tokenizer trained on it."""
+"""Real text for the demo: the machine's Python standard library, and a tokenizer trained on the text."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ SILENCE = 15.0  # seconds between two lines of one stage, without a terminal
 
 
 class DemoError(Exception):
-    """The demo cannot continue; the message is one line that names the log to read."""
+    """The demo cannot continue; the message is a line with the log to read."""
 
 
 class Progress:

@@ -37,7 +37,7 @@ class Step:
 
 
 class Follower:
-    """Reads a growing record file; each call returns the steps that were added since the previous one."""
+    """Reads a growing record file; each call returns the steps added since the previous call."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
@@ -150,7 +150,7 @@ class Incident:
 
 
 def read_incident(folder: Path) -> Incident:
-    """Read the only report in the folder. Raises ValueError unless there is exactly one."""
+    """Read the only report in the folder. Raises ValueError for any other number of reports."""
     reports = sorted(folder.glob("*/incidents/*.json"))
     if len(reports) != 1:
         raise ValueError(f"{len(reports)} incident reports instead of one")

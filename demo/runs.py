@@ -165,7 +165,7 @@ def end_tree(launcher: psutil.Process) -> None:
 
 
 def run_tool(command: list[str], log: Path, name: str, environment: dict[str, str]) -> None:
-    """Run a short command with its output in `log`. Raises DemoError if it fails."""
+    """Run a short command with its output in `log`. Raises DemoError for a failed command."""
     with log.open("wb") as out:
         code = subprocess.run(
             command,

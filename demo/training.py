@@ -1,4 +1,4 @@
-"""The model that the demo trains, and the four ways in which the demo starts the training."""
+"""The demo's model, and the four ways to start its training."""
 
 from __future__ import annotations
 

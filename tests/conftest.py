@@ -51,10 +51,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop at once if the installation is older than the plug-ins that pyproject.toml declares.
+    """Stop at once if the installation is older than the plug-ins in pyproject.toml.
 
-    torch is imported here, where its warnings are no errors; not in the process that only starts the workers
-    of pytest-xdist, which wait for it.
+    torch is imported in each test process, where its warnings are no errors; not in the process that only
+    starts the workers of pytest-xdist, which wait for their starter.
     """
     declared = (ROOT / "pyproject.toml").read_text()
     for group in (plug_ins.DEVICES, plug_ins.ENGINES, plug_ins.FORMATS):

@@ -56,9 +56,9 @@ class Result:
 
     Attributes:
         outcomes: by test, `passed`, `failed` or `skipped`.
-        reason: the reason of a test that was skipped.
-        seconds: that all of them took.
-        day: on which they ran.
+        reason: the reason of a skipped test.
+        seconds: of all the tests.
+        day: the day of the run.
     """
 
     outcomes: dict[str, str] = field(default_factory=dict)

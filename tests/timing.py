@@ -56,7 +56,7 @@ def pytest_runtest_makereport(
 
 
 class Timing:
-    """Collects reports in the process that prints them; workers of pytest-xdist send theirs."""
+    """Collects reports in the printing process; workers of pytest-xdist send theirs."""
 
     def __init__(self) -> None:
         self.collected: set[str] = set()

@@ -98,7 +98,7 @@ def exist(*files: Path) -> None:
     """Wait until the files, all of one folder, exist.
 
     Raises:
-        AssertionError: they did not exist within `LONG_S`.
+        AssertionError: the files did not exist within `LONG_S`.
     """
     (folder,) = {file.parent for file in files}
     names = ", ".join(file.name for file in files)

@@ -31,7 +31,7 @@ class WandbRun:
 
 
 def runs(folder: Path) -> list[WandbRun]:
-    """Return the offline runs below `folder`, the one that began first in front."""
+    """Return the offline runs below `folder`, in the order of their starts."""
     files = folder.glob("wandb/offline-run-*/*.wandb")
     return [_read(path) for path in sorted(files, key=lambda path: path.parent.stat().st_ctime_ns)]
 

@@ -89,9 +89,9 @@ def to_hf(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
 
 
 def from_hf(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Return Hugging Face's weights as those of this example.
+    """Return Hugging Face's weights in the form of the example.
 
-    Raises ValueError for a weight that is missing or has another shape.
+    Raises ValueError for a missing weight or another shape.
     """
     weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     shapes = {"wte.weight": (model.vocabulary, model.hidden), "wpe.weight": (model.context, model.hidden)}

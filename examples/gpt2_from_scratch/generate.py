@@ -170,7 +170,7 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> li
 
 
 def stream(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Yield text as soon as its characters are complete: a token may end within one."""
+    """Yield text as soon as its characters are complete: a token may end within a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(tokenizer.decode_bytes([token]))

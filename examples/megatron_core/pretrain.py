@@ -1,9 +1,9 @@
-"""A training loop of one's own on Megatron-core that outlives its processes: `ttprun --nproc-per-node 4
-pretrain.py --save ckpt`.
+"""A training loop on Megatron-core that outlives its processes: `ttprun --nproc-per-node 4 pretrain.py --save
+ckpt`.
 
 A tiny GPT with dropout in bf16 under DDP and the distributed optimizer, on the rows of a data loader that
-reads ahead. What concerns the adaptor is marked (ttp); without it, or with ENABLE_TTP=False, this runs under
-plain torchrun.
+reads ahead. Lines for the adaptor are marked (ttp); without the adaptor, or with ENABLE_TTP=False, the script
+runs under plain torchrun.
 """
 
 from __future__ import annotations

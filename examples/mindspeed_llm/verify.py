@@ -143,7 +143,7 @@ def merged(base: Path, lora: Path, result: Path) -> str:
 
 
 def _modules(name: str, rows: torch.Tensor, config: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Return Hugging Face's modules below one of Megatron's, each with its rows of lora_B."""
+    """Return Hugging Face's modules below a module of Megatron, each with its rows of lora_B."""
     layer, module = name.split(".")[2], name.split(".lora_A.")[0].rpartition(".")[2]
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     if module == "linear_qkv":

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ fit the code that they measure. Their figures are not tested."""
+"""The scripts in benchmarks/ fit the measured code. Their figures are not tested."""
 
 from __future__ import annotations
 

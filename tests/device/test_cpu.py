@@ -1,4 +1,4 @@
-"""The stand-ins for CUDA, each checked in its own process, because they last until its end."""
+"""The stand-ins for CUDA, each checked in its own process, because they cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the lines that Megatron-LM and ModelLink log for each step with those of an undisturbed run."""
+"""Compares the log lines of Megatron-LM and ModelLink for each step with those of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the prediction of `ttp plan` with what a job did: what it survives, and the bytes of its save."""
+"""Compares the prediction of `ttp plan` with a job: the survived faults, and the bytes of the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindIO's own SDK, for the tests that run on it."""
+"""MindIO's own SDK, for tests with the SDK."""
 
 from __future__ import annotations
 

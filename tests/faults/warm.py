@@ -274,7 +274,7 @@ def _serve(connection: socket.socket) -> Callable[[], None]:
 
 
 def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], None]:
-    """Become the requested process. Returns the function that it must call."""
+    """Become the requested process. Returns the function to call."""
     os.setsid()
     if request["ends_with_asker"]:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -397,7 +397,7 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
 
 
 def _let_spares_be_forks(spare_pool: ModuleType) -> None:
-    """Make spare processes forks of the starter, like the workers that they replace."""
+    """Make spare processes forks of the starter, like the replaced workers."""
     vars(spare_pool)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
 
 
@@ -441,7 +441,7 @@ def _spawned(path: bytes, args: list[str], passfds: Sequence[int]) -> int:
 
 
 def _heir(act: Callable[[], None]) -> Callable[[], None]:
-    """Fork a starter for `Warm` in this process. Returns in this process, and in each that it starts."""
+    """Fork a starter for `Warm` in the process. Returns in the process, and in each started process."""
     starter, connection = _forked_starter()
     if starter == 0:
         return _serve(connection)

@@ -108,7 +108,7 @@ class Bench:
         return report.returncode == 0
 
     def check(self, name: str) -> bool:
-        """Run one check and print its row; errors go to stderr."""
+        """Run a check and print its row; errors go to stderr."""
         check = self.checks[name]
         extra = (*check.layout.extra, *self._data)
         layout = replace(check.layout, instances=self._instances, extra=extra)

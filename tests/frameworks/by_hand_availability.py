@@ -111,7 +111,7 @@ class Bench:
         self._tree, self._out, self._name = tree, out, name
 
     def check(self, name: str) -> bool:
-        """Run one check and print its row; errors go to stderr."""
+        """Run a check and print its row; errors go to stderr."""
         check = CHECKS[name]
         try:
             result = self._run(check, name)
@@ -175,10 +175,10 @@ class Bench:
 
 
 def _stale(differing: Iterable[str]) -> list[str]:
-    """Return the kinds of state that differ because they are the main thread's.
+    """Return the kinds of state whose difference comes from the main thread.
 
     Raises:
-        AssertionError: anything else differs.
+        AssertionError: other state differs.
     """
     kinds = {line: [kind for kind, place in LIVE.items() if re.search(place, line)] for line in differing}
     unknown = [line for line, matches in kinds.items() if not matches]

@@ -238,7 +238,7 @@ class Bench:
         self._megatron = script(tree) is None
 
     def check(self, check: Check, name: str) -> bool:
-        """Run one check and print its row; errors go to stderr."""
+        """Run a check and print its row; errors go to stderr."""
         replica = check.layout.replica
         try:
             replica, result = self._run(check, name)
@@ -279,7 +279,9 @@ class Bench:
         return replica, self._judge(check, result, self._reference(check, layout, tuning), tuning)
 
     def _program(self, check: Check | None = None, base: Path | None = None) -> Program:
-        """Return the program that tunes `base` as the check says; without both, that trains a base model."""
+        """Return the program that tunes `base` for the check; without both, the program that trains a base
+        model.
+        """
         places = (self._tree, self._packages, self._out / "data", base)
         if self._megatron:
             return MegatronSft(*places)
@@ -324,7 +326,7 @@ class Bench:
         return self._train(f"{check.way}-{layout.name}".replace(" ", "-"), layout, tuning, 1)
 
     def _base(self, layout: Layout, with_4_bits: bool = False) -> Path:
-        """Return the model from which jobs of this layout begin."""
+        """Return the base model of jobs with the layout."""
         base = self._train(f"base-{layout.name}", layout, self._program(), ITERATIONS) / "save"
         return quantize(base, self._tree, self._packages) if with_4_bits else base
 

@@ -70,7 +70,7 @@ class Bench:
         self._program, self._out, self._name = program, out, name
 
     def check(self, check: Check, name: str) -> bool:
-        """Run one check and print its row; errors go to stderr."""
+        """Run a check and print its row; errors go to stderr."""
         layout = check.layout
         replica = layout.replica
         try:
@@ -277,7 +277,7 @@ def _figures(records: _Records, steps: range) -> dict[tuple[int, int], tuple[Any
 
 
 def _same(actual: _Records, expected: _Records, steps: range) -> None:
-    """Assert that both have recorded these steps with the same losses and norms, bit for bit."""
+    """Assert equal losses and norms in the records of these steps, bit for bit."""
     assert len(_figures(expected, steps)) == len(expected) * len(steps)
     assert _figures(actual, steps) == _figures(expected, steps)
 

@@ -168,7 +168,7 @@ def parts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def constant_schedule(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return a scheduler that leaves the learning rate as it is."""
+    """Return a scheduler with a constant learning rate."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=1e-3,
@@ -205,7 +205,7 @@ def batch(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
-    """Load the checkpoint that the tracker names, in Megatron's `torch` format; returns its step."""
+    """Load the tracker's checkpoint, in Megatron's `torch` format; return its step."""
     tracker = root / "latest_checkpointed_iteration.txt"
     if not tracker.exists():
         return 0

@@ -39,7 +39,7 @@ def _job(tmp_path: Path, **options: Any) -> Job:
 
 
 def _assert_states(tmp_path: Path, *steps: int) -> None:
-    """Assert that the loader states equal those that the framework has saved at these steps."""
+    """Assert that the loader states equal the framework's saved states of `steps`."""
     for step in steps:
         states = [
             {path.name: torch.load(path) for path in root.glob(f"loaders/iter_{step:07d}/mp_rank_00/*")}

@@ -67,7 +67,7 @@ def assert_saved(save: Path, step: int, weights: dict[int, torch.Tensor]) -> Non
 def test_the_older_form_and_the_job_goes_on_by_itself(
     tmp_path: Path, weights: dict[int, torch.Tensor]
 ) -> None:
-    """Rank 1 lacks the update that the others have made; its arguments belong to the step before."""
+    """Rank 1 lacks the update of the others; its arguments belong to the step before."""
     faults = ("--fault", "3:5:ended:sigkill", "--fault", "1:5:barrier:break")
     result, save, calls = train(tmp_path / "job", "--form", "older", *faults, restarts=1)
     assert result.code == 0, result.log[-3000:]

@@ -52,7 +52,7 @@ def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf)
 def test_a_rank_hangs(
     layout: Layout, phase: str, kind: str, cause: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """The rank is ended and replaced; if it answers, it provides its state until the step is saved."""
+    """The rank is ended and replaced; a rank that answers provides its state until the step is saved."""
     job = online(
         tmp_path,
         layout,
@@ -102,7 +102,7 @@ def test_the_only_other_holder_dies_while_the_new_process_joins(
 
 
 def test_the_new_process_is_killed_as_it_joins(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """At the transfer of its state, after it, and before its first step (another incident)."""
+    """At the transfer of state, afterwards, and before the first step (another incident)."""
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,phase=get,kind=sigkill,restart=-1",

@@ -140,8 +140,8 @@ def test_an_agent_is_lost_in_the_recovery(
 def test_a_node_is_cut_off_and_lives_on(
     node: int, min_nodes: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """The cut node has a whole copy and saves it, without harm to the nodes that continue with the spare
-    node.
+    """The cut node has a whole copy and saves the copy, without harm to the nodes that continue with the
+    spare node.
 
     Node 0 believes that its side continues, but the spare node does not answer on that side.
     """

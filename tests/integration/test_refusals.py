@@ -21,7 +21,7 @@ REFUSED = 2
 
 
 def _assert_refused(result: harness.Ended, *fragments: str) -> None:
-    """Assert that the last line has these fragments and is the only error, and that no step was made."""
+    """Assert that the last line has the fragments and is the only error, and that no step was made."""
     assert result.code == REFUSED
     assert [line for line in result.said if "error" in line] == [result.last_line]
     assert result.last_line.startswith("ttprun: error: ")

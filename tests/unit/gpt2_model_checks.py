@@ -1,7 +1,7 @@
-"""Checks of the model of examples/gpt2_from_scratch, of its generation, measures and conversion.
+"""Checks of the model of examples/gpt2_from_scratch, and of its generation, measures and conversion.
 
-They import Megatron-core, so `test_gpt2_model.py` runs this file in a process of its own. What transformers
-compute for the same weights was recorded by `tests/frameworks/by_hand_gpt2.py`.
+The checks import Megatron-core, so `test_gpt2_model.py` runs them in a new process. The references from
+transformers were recorded by `tests/frameworks/by_hand_gpt2.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a job that replaces its process groups: `groups_script.py PORT RANK SIZE NEWCOMER BACKEND`.
+"""A rank of a job that replaces its process groups: `groups_script.py PORT RANK SIZE NEWCOMER BACKEND`.
 
 Rank 0 of a job of SIZE ranks keeps its process through several exchanges; a newcomer (1) first makes its
 groups without the others.

@@ -58,7 +58,7 @@ def stop(pid: int) -> None:
 
 
 def open_descriptors(pid: int) -> dict[str, str]:
-    """Return what each open descriptor refers to, by its number."""
+    """Return the target of each open descriptor, by number."""
     targets = {}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:

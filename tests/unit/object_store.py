@@ -30,7 +30,7 @@ SMALLEST_PART = 1 << 16
 
 @wrapt.when_imported("botocore.session")
 def _read_tables_once(session: ModuleType) -> None:
-    """Let all clients of a process share botocore's tables of services; it reads them anew for each."""
+    """Let all clients of a process share botocore's tables of services, normally read for each client."""
     vars(session)["create_loader"] = functools.cache(session.create_loader)
 
 

@@ -90,7 +90,7 @@ def test_where_the_reports_are(printed_lines: list[str]) -> None:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A save folder that blocks until the event is set; then its tracker names step 20."""
+    """A save folder that blocks until the event is set; its tracker then names step 20."""
     answers = threading.Event()
     monkeypatch.setattr(log, "PROMPT_S", 0.05)
     monkeypatch.setattr(log, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)

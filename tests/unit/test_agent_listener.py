@@ -313,9 +313,7 @@ async def test_a_port_scan(many_descriptors: int) -> None:
 
 
 async def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent client, a slow one and one with the secret but no hello share one time limit for the
-    handshake.
-    """
+    """A silent client, a slow client and a client with the secret but no hello share a single time limit."""
     monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
     async with gate() as opened:
         silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]

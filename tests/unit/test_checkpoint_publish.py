@@ -711,7 +711,7 @@ def test_a_published_checkpoint_without_a_tracker_is_found(root: Path) -> None:
 
 
 def test_last_words_of_an_earlier_step_are_found_and_no_regular_save(root: Path) -> None:
-    """Ranks had gone back to that step; a regular save of it would lose the later steps."""
+    """Ranks had gone back to the step; a regular save of the step would lose the later steps."""
     (root / naming.regular_name(STEP, "mine")).mkdir()
     write(root / naming.regular_name(STEP, "mine"), b"regular")
     regular_folder.publish_regular(root, STEP, "mine")

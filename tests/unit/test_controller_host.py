@@ -295,7 +295,7 @@ def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: py
 
 
 def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
-    """The last line names the node that wrote the report, even if that node has left."""
+    """The last line names the node of the report, even if the node has left."""
     job = two_nodes
     job.train("step")
     job.workers[1].send("exit 5")

@@ -238,7 +238,7 @@ def test_after_a_loss_in_the_middle_of_a_save_all_are_started_again(has_acted: b
 
 
 def test_a_spare_node_takes_over_before_it_knows_a_layout() -> None:
-    """Training had begun, or it could not have joined. A node that is awaited may know the layouts."""
+    """Training had begun, or the spare could not have joined. An awaited node may know the layouts."""
     job = Controller(3, 120.0, ("store", 1, b""), term=1)
     job.succeed([AgentHello(0, (0,)), AgentHello(2, (2,))], (1, 2), 0.0)
     for message in (AgentHello(1, (1,), owner="a spare node"), ReplayComplete(1), AgentLost(0)):
@@ -252,7 +252,7 @@ def test_a_spare_node_takes_over_before_it_knows_a_layout() -> None:
 
 
 def test_a_node_given_up_during_its_report_gets_the_verdict() -> None:
-    """Its packets were delayed; without the verdict it would wait forever."""
+    """Its packets were delayed; without the verdict the node would wait forever."""
     job = Controller(3, 120.0, ("store", 1, b""), term=1)
     layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same") for rank in range(3)]
     job.succeed([*(AgentHello(node, (node,)) for node in range(3)), *layouts], range(1, 3), 0.0)

@@ -51,7 +51,9 @@ def test_deferred_gathers_run_at_the_end(
 
 
 def test_gathers_of_single_optimizers_run_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 0.18 each optimizer of a chain gathers its own parameters; a layer-wise one is a chain itself."""
+    """Since 0.18 each optimizer of a chain gathers its own parameters; a layer-wise optimizer is a chain
+    itself.
+    """
     window, gathered = SimpleNamespace(is_open=True), list[str]()
     monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=SimpleNamespace(window=window)))
     inner = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer="muon")])

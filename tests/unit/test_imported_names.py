@@ -208,7 +208,7 @@ print(reads, list(recorder.changed_variables()))
 
 
 def test_a_module_that_reads_all_variables_is_imported_by_a_spare(tmp_path: Path) -> None:
-    """The adaptor disables them in a worker; a spare still imports such a module."""
+    """The adaptor disables the watchdogs in a worker; a spare still imports such a module."""
     (tmp_path / "first.py").touch()
     (tmp_path / "reads_all.py").write_text(
         "import os; watchdog = dict(os.environ)['TORCH_NCCL_ENABLE_MONITORING']"

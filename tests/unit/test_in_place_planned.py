@@ -291,7 +291,7 @@ class _Placed(dcp.RankPart):
 
 
 def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Path) -> bytes:
-    """Return the file written by these ranks in turn, each with its shards."""
+    """Return the file written by `ranks` in turn, each with its shards."""
     regions = []
     for entry in layout.entries:
         if isinstance(source := entry.content, Source):

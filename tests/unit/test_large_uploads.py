@@ -405,9 +405,7 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
 def test_a_share_that_was_cut_short_is_continued(
     finisher: str, url: str, server: str, faults: FaultProxy, root: Path
 ) -> None:
-    """The share is continued by the node that began it, or by node 0, which shares the folder and gave that
-    node up.
-    """
+    """The share is continued by its node, or by node 0, which shares the folder and gave the node up."""
     url = f"{url}-{finisher[-1]}"
     store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
     saving = root / naming.regular_name(12, "0f3a5c21")

@@ -158,7 +158,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def _read_from_disk() -> int:
-    """Return the bytes read from the disk for this thread, as the kernel counts them."""
+    """Return the bytes read from the disk for the thread, as the kernel counts them."""
     lines = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 

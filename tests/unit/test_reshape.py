@@ -261,9 +261,7 @@ def test_files_of_an_interrupted_start_are_kept(save: Path, pristine: Path, tmp_
 
 
 def test_all_ranks_are_refused_alike(save: Path, tmp_path: Path) -> None:
-    """Main params differ from the weights: a rank that reads them reports the error, and all ranks raise
-    it.
-    """
+    """Main params differ from the weights: a rank that reads them raises the error, as do all other ranks."""
     for folder in ("mp_rank_00", "mp_rank_01"):
         small_checkpoint.change(save / FOLDER / folder / naming.OPTIMIZER_FILE, _spoil)
     results = _ranks(tmp_path, save, 3)

@@ -101,7 +101,7 @@ def folder(step: int) -> str:
 
 
 def assert_went_back(root: Path, content_before: dict[str, bytes], printed: str, *fragments: str) -> None:
-    """Assert that step 20 is set aside unchanged, that step 10 is used, and that one line reports both."""
+    """Assert that step 20 is set aside unchanged, step 10 is used, and a single line reports both."""
     content_after = content(root)
     assert content_after.pop(naming.TRACKER) == b"10"
     assert content_after == {
@@ -616,7 +616,9 @@ def _parts(name: str) -> list[str]:
 
 
 def test_all_ranks_decide_alike_and_divide_the_reads(root: Path, pristine: Path, tmp_path: Path) -> None:
-    """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
+    """An intact checkpoint, a damaged checkpoint, and a damaged checkpoint in a folder that is only loaded
+    from.
+    """
     foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
     _shorten(root)
     _remove(foreign)

@@ -308,7 +308,7 @@ async def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: 
 async def test_a_spare_loses_its_place_with_the_gate_before_it_has_come_to_the_controller(
     settings: config.Config,
 ) -> None:
-    """It is a spare again, at the gate of the node that takes over."""
+    """The spare node waits again, at the gate of the node that takes over."""
     context, kind = credentials.load(settings), credentials.kind_of(settings)
     first, last = _gate(settings), SpareGate(kind, free_port(), context, MINE, lambda: None)
     invitation, at_last = await first.open("127.0.0.1"), _at(await last.open("127.0.0.1"))

@@ -34,7 +34,7 @@ def test_standby_nodes_know_all_nodes_and_are_known_to_all() -> None:
 
 
 def test_a_spare_node_does_not_get_the_hello_of_its_predecessor() -> None:
-    """Otherwise the spare would not recognise its own node when it runs the controller later."""
+    """Otherwise the spare would not recognise its own node as a later controller."""
     replicator = StandbyReplicator()
     replicator.replicate(hello(0))
     replicator.replicate(hello(2))

@@ -1,4 +1,4 @@
-"""The tail of a step (work after its update) is repeated with the same data on ranks that lack it."""
+"""The tail of a step (work after the update) is repeated with the same data on ranks without the tail."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def test_ctrl_c_waits_for_no_request(
 def test_a_command_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """The process ends although one of its threads still waits for an answer."""
+    """The process ends although a thread still waits for an answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(_refuse_one_and_stall_another)

@@ -328,7 +328,7 @@ def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, messa
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("experts", [1, 2, 3, 4])
 def test_experts_have_folders_or_are_refused(tensor: int, cut: int, experts: int) -> None:
-    """Ranks of one folder have the same experts, and the first rank with these experts is among them."""
+    """Ranks of a folder have the same experts, and include the first rank with these experts."""
     ranks = range(math.lcm(tensor, cut * experts) * 2)
     folders: dict[tuple[int, int], list[int]] = {}
     for rank in ranks:

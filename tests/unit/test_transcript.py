@@ -22,7 +22,9 @@ VERSIONS = {"torch": "2.13", "layout": "2 ranks", "device": "cpu"}
 
 
 def _report(rank: int, step: int, *, param: str = "p", agreed: bool = True, states: str = "r") -> Verified:
-    """Return the report of one of the two ranks that hold shard g/0; rank 0 sends it while both agree."""
+    """Return the report of a rank; both ranks hold shard g/0, and rank 0 reports its sums while both
+    agree.
+    """
     shard = {"param": param, "grad": "g"} if rank == 0 or not agreed else {}
     return Verified(rank, step, 2, agreed, {"g/0": shard}, {"random states": states}, 8 * step, VERSIONS)
 

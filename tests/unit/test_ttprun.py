@@ -308,7 +308,7 @@ def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launc
 
 
 def test_a_death_while_torch_looks_at_its_workers(launcher: Launcher) -> None:
-    """A worker dies between the adaptor's look and that of torch, which would end the survivors at once."""
+    """A worker dies between the adaptor's look and torch's, which would end the survivors at once."""
     prelude = """
 import os, signal
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext

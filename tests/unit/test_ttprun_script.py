@@ -238,7 +238,7 @@ def test_a_folder_as_the_script(launcher: Launcher) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
 def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
-    """The first entry of the path is that of PYTHONPATH, not the folder that `python -m` adds."""
+    """The first entry of the path comes from PYTHONPATH, and is not the folder added by `python -m`."""
     launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1", code=0)
     observed = launcher.seen()
     assert str(launcher.folder) not in observed["paths"], "as under python itself"

@@ -158,7 +158,7 @@ def test_a_schedule_that_changes_the_learning_rate_is_no_damage_at_rest() -> Non
 
 
 def test_weights_on_a_single_rank_are_compared_with_themselves() -> None:
-    """If the weights have changed on all such ranks, the script changed them."""
+    """If the weights have changed on all holders, the script changed them."""
     models = {"a": [0], "b": [1], "c": [2, 3]}
     reports = [
         msgspec.structs.replace(report, weights={"abcc"[rank]: ("w1", "w1")})

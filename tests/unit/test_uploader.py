@@ -380,7 +380,9 @@ def test_a_store_with_later_steps_is_named(
 def test_an_incomplete_later_step_is_not_named(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
-    """An upload that ended with its job leaves such a step; the printed command starts it anew."""
+    """An upload that ended with its job leaves an incomplete step; the printed command starts the upload
+    anew.
+    """
     open_store(url, server).put("iter_0000090/0f3a5c21-14e73ed6254e7994/__0_0.distcp", b"1")
     save(root, 10)
     sender = start(url, server, root)

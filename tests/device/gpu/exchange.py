@@ -36,12 +36,12 @@ HANGS_S = 1.0
 
 
 class Member:
-    """One rank: its groups are made through `Groups`, as in a worker.
+    """A rank with groups made through `Groups`, as in a worker.
 
     Args:
-        rank: of this process.
-        port: of the store at which the ranks meet; rank 0 has it.
-        lone: this process takes the place of another, and joins with `exchange`.
+        rank: of the process.
+        port: of the store at which the ranks meet; rank 0 has the store.
+        lone: the process takes the place of another, and joins with `exchange`.
     """
 
     def __init__(self, rank: int, port: int, lone: bool) -> None:

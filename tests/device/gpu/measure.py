@@ -162,7 +162,7 @@ def _write(part: str, figures: dict[str, Any]) -> None:
 
 
 def _run_part(options: argparse.Namespace) -> None:
-    """Run one part in this process."""
+    """Run a part in the present process."""
     part = options.part
     if part == "tests":
         figures = run_tests(options)

@@ -114,7 +114,7 @@ def one_gpu() -> None:
 
 
 def a_host_of_its_own(rank: int) -> None:
-    """Let NCCL see this process as alone on its host; before torch makes a communicator."""
+    """Let NCCL see the process as alone on its host; to be called before torch makes a communicator."""
     os.environ.update(
         NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket"
     )

@@ -101,9 +101,9 @@ def npu_fusion_attention_grad(
     seed: int = 0,
     **more: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, of which the last two may be a part of what softmax was over.
+    """Gradients of query, key and value; key and value may be a part of the keys under the softmax.
 
-    `softmax_max`, `softmax_sum` and `attention_in` are those of the whole; `seed` is that of this part.
+    `softmax_max`, `softmax_sum` and `attention_in` belong to the whole, `seed` to the part.
     """
     _require(query, key, input_layout, pse)
     queries, keys, values, gradient, attention = (
@@ -127,7 +127,7 @@ def _require(query: torch.Tensor, key: torch.Tensor, input_layout: str, pse: tor
 def _for_each_head(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of (sequence, batch, heads x size), repeated for queries that share them."""
+    """Return keys and values of (sequence, batch, heads x size), repeated for queries with shared keys."""
     size = query.shape[-1] // head_num
     shared = head_num * size // key.shape[-1]
     if shared == 1 or query.dim() != 3:

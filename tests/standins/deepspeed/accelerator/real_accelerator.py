@@ -1,4 +1,4 @@
-"""The one accelerator: it is called an NPU, and its tensors lie on the CPU."""
+"""The only accelerator: named NPU, with tensors on the CPU."""
 
 from __future__ import annotations
 

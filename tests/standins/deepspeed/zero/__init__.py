@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Init(contextlib.nullcontext[None]):
-    """A model is built inside of it; with `enabled=False` that is all."""
+    """A context for the construction of a model; with `enabled=False` without any effect."""
 
     def __init__(self, *, enabled: bool = True, **kwargs: Any) -> None:
         if enabled:

@@ -1,4 +1,4 @@
-"""Stands in for peft: names that MindSpeed-LLM imports from 26.1 on, wherever it trains."""
+"""Stands in for peft: names imported by MindSpeed-LLM since 26.1 for every training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of Megatron-LM's `megatron.data.dataset_utils`: the function that ModelLink takes from there."""
+"""The function of Megatron-LM's `megatron.data.dataset_utils` that ModelLink imports."""
 
 from __future__ import annotations
 

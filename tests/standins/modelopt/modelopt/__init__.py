@@ -1,6 +1,6 @@
-"""A stand-in for ModelOpt 0.47 on a CPU: a student that learns from a teacher, and what is saved of it.
+"""A stand-in for ModelOpt 0.47 on a CPU: a student with a teacher, and the saved state of the student.
 
-Written after its sources; the teacher's outputs and the losses are the framework's own code.
+Written after ModelOpt's sources; the teacher's outputs and the losses are the framework's own code.
 """
 
 __version__ = "0.47.0"

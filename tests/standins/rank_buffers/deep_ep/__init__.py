@@ -1,7 +1,7 @@
 """Stands in for DeepEP: its buffer over NVLink, which dispatches tokens to experts, by gloo.
 
-As the real one it is made by all members of a group, knows their processes from then on, and may not be taken
-down without them: its destructor waits for all.
+Like the real buffer, the stand-in is made by all members of a group, knows their processes from then on, and
+may only be destroyed together: its destructor waits for all members.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Config:
 
 
 class Handle(NamedTuple):
-    """Which tokens were sent to which rank."""
+    """The destination rank of each token."""
 
     tokens: torch.Tensor  # sent rows, rank by rank
     sent: list[int]

@@ -1,7 +1,7 @@
-"""Importing it moves a script from CUDA to the NPU, by replacing functions of torch.
+"""Its import moves a script from CUDA to the NPU, by replacing functions of torch.
 
-Here `torch.cuda` is the CPU already. What is left is what a torch of that time let pass: a group that names a
-rank twice (ModelLink makes [0, 0] where there is one pipeline stage).
+In the stand-in `torch.cuda` is already the CPU. The remaining change is a leniency of older torch: a group
+may name a rank twice (ModelLink makes [0, 0] with a single pipeline stage).
 """
 
 from __future__ import annotations

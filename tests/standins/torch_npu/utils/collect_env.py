@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def get_cann_version() -> str:
-    """Of the toolkit; one that the frameworks take for recent enough."""
+    """Return a version of the toolkit that is recent enough for the frameworks."""
     return "8.0.RC3"

@@ -21,7 +21,7 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
     """A backend of a process group."""
 
     def _delete_tcpstore_key(self) -> None:
-        """Delete the keys by which ranks have met, of which gloo leaves none that anybody reads again."""
+        """Delete the keys of the ranks' rendezvous; gloo leaves no key that is read again."""
 
     def abort_hccl_comm(self, reason: str) -> None:
         """Abort the communicators."""

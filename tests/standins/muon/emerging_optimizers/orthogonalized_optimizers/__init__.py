@@ -9,7 +9,7 @@ import torch
 
 
 class OrthogonalizedOptimizer(torch.optim.Optimizer):
-    """SGD with a momentum that is made orthogonal; the arguments are those of 0.1."""
+    """SGD with an orthogonalized momentum; the arguments are those of 0.1."""
 
     def __init__(
         self,

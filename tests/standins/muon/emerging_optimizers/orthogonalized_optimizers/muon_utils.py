@@ -17,7 +17,7 @@ def newton_schulz_tp(
     partition_dim: int | None = None,
     mode: str = "duplicated",
 ) -> torch.Tensor:
-    """Return `grad`, of which this rank has the whole, made orthogonal; further ranks would be asked."""
+    """Return `grad` orthogonalized, if the rank has the whole matrix; other ranks would have to be asked."""
     assert partition_dim is None or tp_group.size() == 1, "the parts of a matrix are gathered in the update"
     rows, columns = grad.shape
     wide = torch.nn.functional.normalize(grad if rows <= columns else grad.mT, p=2, dim=(-2, -1), eps=1e-7)

@@ -1,4 +1,4 @@
-"""The modules that Megatron-LM derives its own from."""
+"""The base classes of Megatron-LM's modules."""
 
 from transformer_engine.pytorch import distributed, float8_tensor, ops, optimizers, tensor
 from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init

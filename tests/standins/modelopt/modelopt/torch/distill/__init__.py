@@ -1,4 +1,4 @@
-"""A student whose layers give their outputs, beside those of its teacher, to losses."""
+"""A student whose layers pass their outputs to losses, together with the teacher's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes one loss of several."""
+"""Sums several losses into a single loss."""
 
 import torch
 

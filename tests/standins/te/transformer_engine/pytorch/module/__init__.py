@@ -269,7 +269,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """A product for each expert of this rank, over its part of the rows."""
+    """A product for each expert of the rank, over the expert's rows."""
 
     def __init__(
         self,
@@ -305,4 +305,4 @@ class GroupedLinear(TransformerEngineBaseModule):
         return torch.cat([functional.linear(*pair) for pair in zip(rows, weights, strict=True)])
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Do nothing: there is no such state."""
+        """Do nothing: the stand-in has no such state."""

@@ -72,7 +72,7 @@ class Quantizer:
 
 
 class QuantizedTensor(torch.Tensor):
-    """A tensor of which bytes and scales are kept; any operation but those below sees it dequantized."""
+    """A tensor stored as bytes and scales; operations other than those below see the dequantized tensor."""
 
     raw_name, scale_name = "_data", "_scale_inv"
     _quantizer: Quantizer
