@@ -24,7 +24,7 @@ from adaptor.errors import AdaptorError
 from adaptor.protection_plan import COPY, ModelSize, ParallelLayout, plan
 from adaptor.protocol.records import ProtectionPlan
 from adaptor.replica import tolerance
-from adaptor.replica.choice import ReplicaChoice
+from adaptor.replica.choice import LONE_EXPERTS, ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining
 
 # Ranks of one copy of the model, and of one copy of its experts, are the products of these.
@@ -96,7 +96,8 @@ class Findings:
             )
         size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
         if self.replica == "none":
-            lone = "no two ranks share experts" if self.layout.experts == 1 else "TTP_REPLICA is none"
+            lone = LONE_EXPERTS if self.layout.experts == 1 else "TTP_REPLICA is none"
+            lone = self.layout.lone or lone
             reason = "the data-parallel size is 1" if size == 1 else lone
             host_copy = context.get().settings.host_copy if self.layout.may_copy else 0
             copied = tolerance.steps_between_copies(host_copy)

@@ -56,6 +56,7 @@ class ParallelLayout:
         tensor: neighbouring ranks with different parts of the dense model: the tensor parallel size.
         expert: neighbouring ranks with different experts, their own tensor parallel size included.
         may_copy: whether ranks may have copies in host memory (TTP_HOSTCOPY).
+        lone: why a part of the state has no second holder with any replicas; empty: it has.
     """
 
     world_size: int
@@ -66,6 +67,7 @@ class ParallelLayout:
     tensor: int = 1
     expert: int = 1
     may_copy: bool = True
+    lone: str = ""
 
 
 def plan(
@@ -92,6 +94,8 @@ def plan(
     copied = tolerance.steps_between_copies(host_copy)
     node_of = {rank: rank // ranks_per_node for rank in range(ranks)}
     kinds = ("whole",) if not layout.sharded and chosen != "none" else ("split", "mirror", "none")
+    if layout.lone:
+        kinds = ("none",)
     sizes = {size for size in (layout.data_parallel, layout.experts) if size}
     fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": layout.data_parallel > 1}
     rows = [

@@ -110,8 +110,9 @@ def checks(parsed: Any) -> Iterator[Callable[[], None]]:
             parsed, parsed.pipeline_model_parallel_size, aligned=getattr(parsed, "align_grad_reduce", True)
         )
     )
-    choice.has_lone_experts(parallel_sizes.has_lone_experts(parsed))
-    if supported_options.is_layer_wise(parsed):
+    is_layer_wise = supported_options.is_layer_wise(parsed)
+    choice.has_lone_parts(is_layer_wise or parallel_sizes.has_lone_experts(parsed))
+    if is_layer_wise:
         yield lambda: choice.require_none(LONE_MATRICES)
     yield lambda: choice.decide(
         supported_options.is_sharded(parsed),
@@ -138,6 +139,7 @@ def examine(parsed: Any) -> None:
             instances=getattr(parsed, INSTANCES, 1),
             tensor=parsed.tensor_model_parallel_size,
             expert=parallel_sizes.experts_size(parsed) // stages if has_experts else 1,
+            lone=LONE_MATRICES if is_layer_wise else "",
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments

@@ -27,7 +27,7 @@ class ReplicaChoice:
         self._distributed_optimizer: bool | None = None
         # Why the optimizer instances of the framework found are no way to have replicas; '' if they are one.
         self._no_split = ""
-        self._has_lone_experts = False
+        self._has_lone_parts = False
 
     @property
     def is_decided(self) -> bool:
@@ -45,7 +45,7 @@ class ReplicaChoice:
             UnsupportedError: the size, or the framework, does not allow the setting.
         """
         setting = self._setting
-        if setting == "none" or (setting == "auto" and (size == 1 or self._has_lone_experts)):
+        if setting == "none" or (setting == "auto" and (size == 1 or self._has_lone_parts)):
             return "none"
         if size == 1:
             raise UnsupportedError(
@@ -87,12 +87,12 @@ class ReplicaChoice:
         """Record why `split` cannot be used in this job; empty: `split` can be used."""
         self._no_split = reason
 
-    def has_lone_experts(self, alone: bool) -> None:
-        """Record whether every rank has experts that no other rank has.
+    def has_lone_parts(self, alone: bool) -> None:
+        """Record whether every rank has experts, or matrices with their state, that no other rank has.
 
-        Any death then loses experts, so `auto` makes no second copies of the rest.
+        Any death then loses these, so `auto` makes no second copies of the rest.
         """
-        self._has_lone_experts = alone
+        self._has_lone_parts = alone
 
     def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:
         """Take the framework's arguments before anything is built. Raises UnsupportedError."""

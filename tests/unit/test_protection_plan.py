@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.preflight import Findings
 from adaptor.protection_plan import ModelSize, ParallelLayout, ProtectionPlan, Replicas, plan
 
 COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
@@ -92,6 +93,14 @@ def test_experts_that_no_two_ranks_share(sizes: ModelSize | None) -> None:
         assert (mirror.memory, mirror.sent) == (16e6 / 4, 4e6 / 4)
         assert (mirror.local_copy, mirror.host_copy) == (12e6 * (1.25 + 0.25), 24e6 * 1.25)
         assert (none.local_copy, none.host_copy) == (12e6 * 1.25, 24e6 * 1.25)
+
+
+def test_matrices_that_each_rank_has_alone() -> None:
+    """Only copies in host memory are offered; the verdict has the reason."""
+    layout = ParallelLayout(4, 4, experts=1, sharded=True, instances=1, lone="each matrix is on one rank")
+    (alone,) = plan(layout, None, "none", 2).replicas
+    assert (alone.kind, alone.survives) == ("none", "exceptions alone")
+    assert Findings(layout=layout, replica="none").words().endswith(": each matrix is on one rank")
 
 
 def test_an_optimizer_that_every_rank_has() -> None:

@@ -383,7 +383,7 @@ def test_experts_that_each_rank_has_alone(options: dict[str, Any], alone: bool) 
     assert parallel_sizes.has_lone_experts(SimpleNamespace(**(sizes | options))) is alone
     for setting, kind in (("auto", "none" if alone else "mirror"), ("mirror", "mirror")):
         choice = chosen(setting)
-        choice.has_lone_experts(alone)
+        choice.has_lone_parts(alone)
         assert choice.replica(4, 1) == kind
 
 
