@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -36,9 +37,28 @@ def get(
 
 
 def servers_of(ttprun: int) -> list[int]:
-    children = Path(f"/proc/{ttprun}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in pids if str(SERVE).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    servers = []
+    for path in Path(f"/proc/{ttprun}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread or a child has ended meanwhile
+            servers += [
+                pid
+                for pid in map(int, path.read_text().split())
+                if str(SERVE).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+    return servers
+
+
+def server_of(ttprun: int) -> int:
+    """Wait for the server of a job: the status may be written before the server runs."""
+    servers: list[int] = []
+
+    def runs() -> bool:
+        servers[:] = servers_of(ttprun)
+        return bool(servers)
+
+    waiting.until(runs, "the server runs")
+    (server,) = servers
+    return server
 
 
 def has_status(folder: Path, count: int = 1) -> None:
@@ -55,7 +75,7 @@ def test_a_job_is_served_from_its_start_to_its_end(launcher: Launcher) -> None: 
     assert get(f"{base}/readyz")[0] == 503
     assert "ttp_running 1.0" in get(f"{base}/metrics")[1]
     assert get(f"{base}/")[1].startswith("<!doctype html>")
-    (server,) = servers_of(pid)
+    server = server_of(pid)
     for number in (signal.SIGTERM, signal.SIGINT):  # a scheduler may tell each process of a job to end
         os.kill(server, number)
     assert get(f"{base}/healthz") == (200, "ok\n")
@@ -72,7 +92,7 @@ def test_a_job_goes_on_without_its_server(launcher: Launcher) -> None:  # noqa: 
     script = launcher.script("open('go').read()\n")
     pid = launcher.start("--ttp-serve", str(port), script)
     has_status(launcher.folder)
-    (server,) = servers_of(pid)
+    server = server_of(pid)
     os.kill(server, signal.SIGKILL)
     waiting.written(
         launcher.folder, lambda: "has ended with status -9; the job goes on" in launcher.log, "a line"
@@ -84,7 +104,7 @@ def test_a_job_goes_on_without_its_server(launcher: Launcher) -> None:  # noqa: 
 def test_a_killed_ttprun_takes_its_server_along(launcher: Launcher) -> None:  # noqa: F811
     pid = launcher.start("--ttp-serve", str(free_port()), launcher.script(WAIT))
     has_status(launcher.folder)
-    (server,) = servers_of(pid)
+    server = server_of(pid)
     os.kill(pid, signal.SIGKILL)
     launcher.wait(pid)
     waiting.ended([server])
@@ -126,7 +146,7 @@ def test_other_machines_need_a_token_and_tls(launcher: Launcher) -> None:  # noq
     signer.settings()  # made anew in its place
     # Who connects while the files are read slowly has the old one.
     waiting.until(lambda: ssl.get_server_certificate(("127.0.0.1", port)) != first, "it has the new one")
-    assert "a-word" not in Path(f"/proc/{servers_of(pid)[0]}/cmdline").read_text()
+    assert "a-word" not in Path(f"/proc/{server_of(pid)}/cmdline").read_text()
     os.kill(pid, signal.SIGTERM)
     launcher.wait(pid)
 
@@ -161,7 +181,7 @@ def _is_taken_over(zygote: subprocess.Popen[str], tmp_path: Path) -> tuple[str, 
     waiting.written(
         nodes[1].folder, lambda: pid.exists() and pid.read_text().endswith(" "), "its worker runs"
     )
-    (server,) = servers_of(pids[0])
+    server = server_of(pids[0])
     assert servers_of(pids[1]) == []
     os.kill(int(pid.read_text()), signal.SIGSTOP)  # it does not answer, so the incident lasts some seconds
     os.kill(pids[0], signal.SIGKILL)
