@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -79,7 +80,8 @@ def no_more_threads(process: int) -> Iterator[Path]:
         finally:
             root = _ROOT if _UNIFIED else _ROOT / "pids"
             for member in (group / "cgroup.procs").read_text().split():
-                join(root / home.lstrip("/"), int(member))
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    join(root / home.lstrip("/"), int(member))
 
 
 def killed_in(group: Path) -> int:
