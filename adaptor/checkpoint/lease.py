@@ -86,6 +86,33 @@ def go_on_without(
         _write(save_folder, msgspec.structs.replace(content, leaving=leaving))
 
 
+class LeaseOfOthers:
+    """The lease of a job as a node sees it that waits for others, and has not got the lease itself.
+
+    Args:
+        agent: the name of the node's agent, as in `LeaseContent.excluded`.
+    """
+
+    def __init__(self, save_folder: Path, agent: str) -> None:
+        self._save_folder = save_folder
+        self._agent = agent
+        self._first: LeaseContent | None = None
+
+    def other_job(self) -> str:
+        """Return the owner, for a person, if the other side of a cut network goes on by the lease; else "".
+
+        The side has excluded this node, or has started workers since the first call.
+        """
+        with contextlib.suppress(OSError):  # an error of the disk: the next look follows
+            seen_lease = _look(self._save_folder)
+            if seen_lease is None or (written := seen_lease.content) is None:
+                return ""
+            content = msgspec.structs.replace(written, leaving=False, ended=False)
+            self._first = self._first or content
+            return content.words if self._agent in content.excluded or content != self._first else ""
+        return ""
+
+
 class StoreOfJob:
     """Finds the rendezvous store of a live job that saves in `save_folder` and has lost its first store."""
 

@@ -389,6 +389,9 @@ class AgentControl:
                 self.verdict = order
                 if self.node:
                     self.lease.mark_leaving()  # rank 0, which takes the lease next, has another agent
+                elif self._joins and (host := self.controller_host) is not None:
+                    (agent,) = host.controller.membership.agents_of([self.node])
+                    self.lease.watch(order.save_folder, agent)
                 self.thread.spawn(self._reap_workers())
 
     async def _carry_out(self, order: Prepare | Publish | Find) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from adaptor import text
 from adaptor.checkpoint import disk, left_overs, publish, save_folder_claim, tracker
-from adaptor.checkpoint.lease import Lease, go_on_without
+from adaptor.checkpoint.lease import Lease, LeaseOfOthers, go_on_without
 from adaptor.checkpoint.lease_content import Owner
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent.control_thread import call_in_thread
@@ -162,6 +162,7 @@ class JobLease:
         self._owner = Owner.of(os.getpid())
         self.store = ""
         self._lease: Lease | None = None
+        self._of_others: LeaseOfOthers | None = None
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables with which a worker takes the lease."""
@@ -217,13 +218,22 @@ class JobLease:
             self.keep(Path(save))
         return ""
 
+    def watch(self, save: str, agent: str) -> None:
+        """Let `require_own` look at the lease of another agent, which may be behind a cut network.
+
+        Args:
+            agent: as in `LeaseOfOthers`.
+        """
+        self._of_others = LeaseOfOthers(Path(save), agent) if save else None
+
     def require_own(self) -> None:
         """Check, while this node waits for others, that no other job has taken the lease of this one.
 
         Raises:
             OtherSideError: another process has the lease, as the other side of a cut network that goes on.
         """
-        if self._lease is not None and (owner_name := self._lease.other_job()):
+        lease = self._lease or self._of_others
+        if lease is not None and (owner_name := lease.other_job()):
             raise OtherSideError(f"{owner_name}, saves in --save now, and goes on without this node")
 
     def mark_leaving(self) -> None:

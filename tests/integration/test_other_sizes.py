@@ -165,6 +165,33 @@ def test_node_0_ends_when_the_others_go_on_behind_a_cut_network(tmp_path: Path) 
     assert_same(result, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_a_spare_node_in_the_place_of_node_0_ends_when_the_others_go_on(tmp_path: Path) -> None:
+    """It has no lease, but looks at that of the others, every 10 s, while it waits for nodes."""
+    with namespaces.star(4, cut=3) as network:
+        result = run(
+            tmp_path,
+            3,
+            *BATCH,
+            min_nodes=2,
+            spares=1,
+            restarts=1,
+            network=network,
+            environment={"TTP_TLS": "plain"},
+            options=("--ttp-online", "60", "--ttp-spares", "0"),
+            faults=[
+                "rank=0,step=2,phase=backward,kind=agent-sigkill",
+                "rank=0,step=4,phase=backward,kind=cut,restart=-1",
+                *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (4, 5, 6)),
+            ],
+        )
+    assert result.codes[:3] == (137, 0, 0), result.log[-5000:]
+    assert result.codes[3], result.log[-5000:]
+    line = log_lines.last_line(result.logs[3])
+    assert " saves in --save now, and goes on without this node; " in line
+    assert "restart 1 of 1: from step 3, 0 steps lost" in result.logs[1]
+
+
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:
     """The job is saved, and the last line names a batch size that fits."""
     result = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
