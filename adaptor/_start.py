@@ -52,9 +52,11 @@ def expect_plug_ins() -> None:
     groups have been made. Packages patched by the adaptor itself do not count, because scripts without the
     plug-in import these packages, too.
     """
-    own = {_root(patch.module_name) for unit in patches.own() for patch in unit.patches}
+    own_roots = {_root(patch.module_name) for unit in patches.own() for patch in unit.patches}
     for unit in patches.of_plug_ins():
-        for name in {patch.module_name for patch in unit.patches if _root(patch.module_name) not in own}:
+        for name in {
+            patch.module_name for patch in unit.patches if _root(patch.module_name) not in own_roots
+        }:
             wrapt.register_post_import_hook(partial(_framework_is_imported, unit), name)
 
 

@@ -377,8 +377,8 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             ) from None
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
-    own = {setting.field: values.pop(setting.field) for setting in SETTINGS}
-    config = Config(**own, parts=values)
+    own_values = {setting.field: values.pop(setting.field) for setting in SETTINGS}
+    config = Config(**own_values, parts=values)
     require_one_kind_of_connection(
         config.tls,
         {"TTP_TLS_CERT": config.tls_cert, "TTP_TLS_KEY": config.tls_key, "TTP_TLS_CA": config.tls_ca},

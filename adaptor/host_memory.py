@@ -72,9 +72,9 @@ def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _GROUPS / "memory" if controllers else _GROUPS
-        own = root / path.lstrip("/")
+        own_folder = root / path.lstrip("/")
         # In a container its own group may be mounted as the root, whatever its path is called.
-        for folder in (own, *own.parents):
+        for folder in (own_folder, *own_folder.parents):
             if folder == root.parent:
                 break
             yield folder, _VERSION_1 if controllers else _VERSION_2
@@ -119,17 +119,19 @@ class OutOfMemoryKills:
             return ""
         self._known[folder] += 1
         limits = [
-            int(text) for each in (folder, *folder.parents) if (text := text_of(each / names.limit)).isdigit()
+            int(text)
+            for group in (folder, *folder.parents)
+            if (text := text_of(group / names.limit)).isdigit()
         ]
         limit, peak = min(limits, default=_UNLIMITED), text_of(folder / names.peak)
-        words = ["killed by the kernel: out of memory"]
+        reasons = ["killed by the kernel: out of memory"]
         if names is _MACHINE:
-            words.append("by the count of the whole machine")
+            reasons.append("by the count of the whole machine")
         if limit < _UNLIMITED:
-            words.append(f"the limit of its control group is {limit / _MIB:.0f} MiB")
+            reasons.append(f"the limit of its control group is {limit / _MIB:.0f} MiB")
         if peak.isdigit():
-            words.append(f"the peak {int(peak) / _MIB:.0f} MiB")
-        return ", ".join(words)
+            reasons.append(f"the peak {int(peak) / _MIB:.0f} MiB")
+        return ", ".join(reasons)
 
 
 def _kills(folder: Path, names: _Names) -> int | None:

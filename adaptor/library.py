@@ -63,8 +63,8 @@ class Protection:
             raise StepError(f"one_step is {one_step!r}: it must be a function of the number of a step")
 
         def loop(last: Any) -> None:
-            done = self._done if self._session is None else self._session.board.finished
-            for number in range(done + 1, last + 1):
+            finished_step = self._done if self._session is None else self._session.board.finished
+            for number in range(finished_step + 1, last + 1):
                 with self.step(number):
                     if one_step(number) is False:
                         return

@@ -34,8 +34,8 @@ def refuse(environ: Mapping[str, str]) -> None:
 def flag_meant(flag: str, flags: Iterable[str]) -> str:
     """Return the flag in `flags` most similar to a misspelt `flag`; "" if none is similar."""
     prefix = _PREFIX if flag.startswith(_PREFIX) else ""  # a common prefix would make all flags similar
-    words = {_words(each, prefix): each for each in flags if each.startswith(prefix)}
-    return words.get(_nearest(_words(flag, prefix), words, _ALIKE_FLAGS), "")
+    words_of_flags = {_words(option, prefix): option for option in flags if option.startswith(prefix)}
+    return words_of_flags.get(_nearest(_words(flag, prefix), words_of_flags, _ALIKE_FLAGS), "")
 
 
 def _words(flag: str, prefix: str) -> str:
@@ -44,7 +44,7 @@ def _words(flag: str, prefix: str) -> str:
 
 def _nearest(name: str, names: Iterable[str], least: float) -> str:
     """Return the name in `names` most similar to `name`; "" if none has the similarity `least`."""
-    likeness, nearest = max((_likeness(name, each), each) for each in names)
+    likeness, nearest = max((_likeness(name, candidate), candidate) for candidate in names)
     return nearest if likeness >= least else ""
 
 

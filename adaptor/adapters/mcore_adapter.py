@@ -148,14 +148,14 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         "evaluate": partial(_in_phase, protection, "evaluation", trainer.evaluate),
         "_save_checkpoint": partial(_in_phase, protection, "save", trainer._save_checkpoint),
     }
-    before = {name: value for name, value in vars(trainer).items() if name in replaced}
+    values_before = {name: value for name, value in vars(trainer).items() if name in replaced}
     vars(trainer).update(replaced)
     try:
         result = protection.run_loop(lambda: wrapped(**call), go_back, why_not_online(trainer))
     finally:
         for name in replaced:
             vars(trainer).pop(name)
-        vars(trainer).update(before)
+        vars(trainer).update(values_before)
     protection.end_training()
     return result
 

@@ -123,12 +123,12 @@ def a_restart_loads_the_newest(wrapped: Any, instance: Any, args: Any, kwargs: A
 def _saves_all(options: Any) -> Iterator[None]:
     """Let ms-swift load all of last words: it expects in a checkpoint what its options let it save."""
     names = ("no_save_optim", "no_save_rng")
-    before = {name: getattr(options, name, False) for name in names}
+    values_before = {name: getattr(options, name, False) for name in names}
     vars(options).update(dict.fromkeys(names, False))
     try:
         yield
     finally:
-        vars(options).update(before)
+        vars(options).update(values_before)
 
 
 def _newest(output: Path, is_whole: bool = True) -> Path | None:
@@ -154,12 +154,12 @@ def newcomers_pack_by_themselves(wrapped: Any, instance: Any, args: Any, kwargs:
         return
     from swift.dataset import packing as module
 
-    before = module.is_master, module.is_dist
+    flags_before = module.is_master, module.is_dist
     module.is_master, module.is_dist = lambda: True, lambda: False
     try:
         wrapped(*args, **kwargs)
     finally:
-        module.is_master, module.is_dist = before
+        module.is_master, module.is_dist = flags_before
 
 
 @swift.patch(

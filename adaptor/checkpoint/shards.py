@@ -93,16 +93,16 @@ def held_shards(optimizer: Any, mirrors: Sequence[Mirror | None] = ()) -> list[H
 
     The shards of a group are the shards of the first optimizer of the chain, then of the second, ...
     """
-    held, offset = [], 0
+    shards_held, offset = [], 0
     for number, chained_optimizer in enumerate(step_record.chain(optimizer)):
         index, count = shard_of(chained_optimizer)
         if getattr(chained_optimizer, "optimizer", None) is not None:
-            held.append(HeldShard(offset + index, False, chained_optimizer.optimizer))
+            shards_held.append(HeldShard(offset + index, False, chained_optimizer.optimizer))
         mirror = mirrors[number] if number < len(mirrors) else None
         if mirror is not None:
-            held.append(HeldShard(offset + mirror.index, True, mirror.optimizer))
+            shards_held.append(HeldShard(offset + mirror.index, True, mirror.optimizer))
         offset += count
-    return held
+    return shards_held
 
 
 def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:

@@ -171,8 +171,8 @@ def _write_in_place(
 def _report(bad_subjects: Sequence[tuple[str, int]], exchange: Exchange) -> None:
     """Tell `exchange` the parts that are not finite, each with its giver, if there are any."""
     if bad_subjects:
-        words = shards.not_finite_words([subject for subject, _ in bad_subjects])
-        exchange.on_not_finite(words, [rank for _, rank in bad_subjects])
+        descriptions = shards.not_finite_words([subject for subject, _ in bad_subjects])
+        exchange.on_not_finite(descriptions, [rank for _, rank in bad_subjects])
 
 
 # The layouts of the large files, the writers of the others, the source of each saved weight, and the names of
@@ -289,8 +289,8 @@ def _gather(
         world = shards.gather(optimizer, position, exchange)
         shards.acknowledge(optimizers, position, exchange)
         for index, keys in shards.bad_shards(optimizer, world).items():
-            words = _shard_in_words(optimizers, position, index, keys)
-            bad_subjects.append((words, exchange.sources[position][index]))
+            description = _shard_in_words(optimizers, position, index, keys)
+            bad_subjects.append((description, exchange.sources[position][index]))
         exchange.check()
         return world
 

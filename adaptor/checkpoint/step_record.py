@@ -88,9 +88,9 @@ def with_chain(optimizer: Any, stand_ins: Iterator[Any]) -> Any:
     parts = getattr(optimizer, "chained_optimizers", None)
     if not parts:
         return next(stand_ins)
-    whole = copy.copy(optimizer)
-    whole.chained_optimizers = [with_chain(part, stand_ins) for part in parts]
-    return whole
+    optimizer_copy = copy.copy(optimizer)
+    optimizer_copy.chained_optimizers = [with_chain(part, stand_ins) for part in parts]
+    return optimizer_copy
 
 
 def inner(optimizer: Any) -> list[Any]:

@@ -169,10 +169,10 @@ class Failures:
             )
         rank, raised = next(iter(self.raised.items()))
         if (ended := self.ended_early) is not None:
-            words = (
+            text = (
                 f"rank {ended} ended its script while other ranks trained; rank {rank} raised {raised.error}"
             )
-            return FirstCause(ended, raised.exit_code, words, _kind(0), (ended,), kind="exit", status=0)
+            return FirstCause(ended, raised.exit_code, text, _kind(0), (ended,), kind="exit", status=0)
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
         description = f"rank {rank} raised {raised.error}{self._before}"
@@ -223,8 +223,8 @@ class Failures:
         }
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
-            still = ranks_in_words(apart, "stands still", "stand still")
-            return first, f": {still}, others wait; {apart[first]}"
+            stalled_ranks = ranks_in_words(apart, "stands still", "stand still")
+            return first, f": {stalled_ranks}, others wait; {apart[first]}"
         if self.ended_scripts:
             return min(self.ended_scripts), self._before
         if not apart and (elsewhere := self._elsewhere()):

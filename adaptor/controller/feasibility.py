@@ -107,8 +107,8 @@ class Recoveries:
         for rank in (rank for rank in out_of_memory if rank in self.out_of_memory):
             steps = step - self.out_of_memory[rank]
             if steps <= OUT_OF_MEMORY_STEPS:
-                later = f"{steps} step{'' if steps == 1 else 's'} later"
-                return f"the kernel has ended rank {rank} for want of memory again, {later}"
+                distance = f"{steps} step{'' if steps == 1 else 's'} later"
+                return f"the kernel has ended rank {rank} for want of memory again, {distance}"
         if step > self.step:
             return ""
         if cause.key in self.keys and cause.kind not in _BY_CHANCE:

@@ -163,19 +163,19 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     pids = " and ".join(str(newcomer.pid) for rank, newcomer in newcomers.items() if rank not in away)
     hosts = [f"the spare node {membership.hosts[node]} has the place of node {node}" for node in spares]
     seconds = incident.state.now - incident.state.opened_at
-    again, made_again = incident.freeze_state.further(step), 0
-    if again and cause.kind == "corruption":
-        again = "later steps are made again"
+    repetition, made_again = incident.freeze_state.further(step), 0
+    if repetition and cause.kind == "corruption":
+        repetition = "later steps are made again"
     if incident.regrouping.from_copies:
         made_again = max(0, incident.freeze_state.newest_told - step)
-        words = "1 finished step is" if made_again == 1 else f"{made_again} finished steps are"
-        again = f"from copies in host memory; {words} made again"
+        count = "1 finished step is" if made_again == 1 else f"{made_again} finished steps are"
+        repetition = f"from copies in host memory; {count} made again"
     parts_of_line = [
         *([f"replaced by pid {pids}"] if pids else []),
         *hosts,
         *([] if newcomers else ["nobody is replaced"]),
         f"training goes on after step {step}",
-        again or "0 steps lost",
+        repetition or "0 steps lost",
         f"{seconds:.1f} s after the fault was noticed",
     ]
     unsaved = incident.regrouping.unsaved

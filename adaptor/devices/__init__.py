@@ -63,15 +63,15 @@ def has_accelerator() -> bool:
     if importlib.util.find_spec("torch_npu") is not None or metadata.entry_points(group="torch.backends"):
         return True
     asks_nvml = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(asks_nvml)
+    value_before = os.environ.get(asks_nvml)
     os.environ[asks_nvml] = "1"
     try:
         return torch.cuda.is_available()
     finally:
-        if before is None:
+        if value_before is None:
             del os.environ[asks_nvml]
         else:
-            os.environ[asks_nvml] = before
+            os.environ[asks_nvml] = value_before
 
 
 def require(name: str) -> None:

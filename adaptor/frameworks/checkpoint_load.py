@@ -208,9 +208,9 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> tuple[int, s
     )
     state_comparison.tell_not_compared(folder, result)
     if result.other_random_states and not result.problem and args.rank == 0:
-        first, *more = result.other_random_states
+        first, count = result.other_random_states[0], len(result.other_random_states) - 1
         output.tell(
-            f"[ttp] {folder}: the random states of rank {first}{f' and {len(more)} more' if more else ''} are"
+            f"[ttp] {folder}: the random states of rank {first}{f' and {count} more' if count else ''} are"
             " not those at the begin of the save: training goes on, but may not be bitwise",
             to="stdout",
         )

@@ -154,8 +154,8 @@ class LibraryLoop(ProtectedLoop):
         trainee.random.put_back(record.rng)
 
     def copied_steps(self) -> tuple[int, ...]:
-        made = self._session.copier if self._last is None else None
-        return () if made is None else made.steps
+        copier = self._session.copier if self._last is None else None
+        return () if copier is None else copier.steps
 
 
 class OwnLoopRecovery:

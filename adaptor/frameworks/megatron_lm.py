@@ -372,6 +372,6 @@ def try_save_again(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         return
     from megatron.training import training
 
-    given = {**dict(zip(_DECIDES_EXIT, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(_DECIDES_EXIT, args, strict=False)), **kwargs}
     taken = inspect.signature(training.save_checkpoint_and_time).parameters  # some differ by version
-    training.save_checkpoint_and_time(**{name: value for name, value in given.items() if name in taken})
+    training.save_checkpoint_and_time(**{name: value for name, value in arguments.items() if name in taken})

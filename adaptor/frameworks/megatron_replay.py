@@ -162,11 +162,11 @@ def step(check: ReplayCheck, forward_backward: ForwardBackward, **arguments: Any
             step_record.put_back_random(tracker, item_states)
             return _repeat(forward_backward, arguments, model, item)
 
-    own = (None if recorder is None else recorder.first, states)
+    own_records = (None if recorder is None else recorder.first, states)
     replayer, replayed = _neighbours()
-    received = pickle.loads(group.pass_on(everyone, pickle.dumps(own), to=replayer, source=replayed))
+    received = pickle.loads(group.pass_on(everyone, pickle.dumps(own_records), to=replayer, source=replayed))
     record = ReplayRecord(_replica(), replayer, own_sum, again(*received))
-    check.compare(record, lambda: again(*own))
+    check.compare(record, lambda: again(*own_records))
     return result
 
 

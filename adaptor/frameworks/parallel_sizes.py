@@ -65,12 +65,12 @@ def has_lone_experts(args: Any) -> bool:
     if not isinstance(every, int | list) or not isinstance(dense, int):
         return False
     sparse = every if isinstance(every, list) else [layer % every == 0 for layer in range(layers)]
-    with_experts = [layer >= dense and bool(one) for layer, one in enumerate(sparse)]
+    with_experts = [layer >= dense and bool(is_sparse) for layer, is_sparse in enumerate(sparse)]
     each = layers // chunks
-    found = {
+    stages_with_experts = {
         chunk % stages for chunk in range(chunks) if any(with_experts[chunk * each : (chunk + 1) * each])
     }
-    return found == set(range(stages))
+    return stages_with_experts == set(range(stages))
 
 
 def data_parallel_size(args: Any) -> int:

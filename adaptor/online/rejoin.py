@@ -293,8 +293,8 @@ class Rejoin:
             self._changed.wait_for(lambda: self._ready is not None)
             order = self._ready
         assert order is not None
-        own = read(order.step) if read is not None and order.from_copies else None
-        self._told = state.ask_twin(order, self._worker.rank, self._line_to(order), own)
+        own_record = read(order.step) if read is not None and order.from_copies else None
+        self._told = state.ask_twin(order, self._worker.rank, self._line_to(order), own_record)
         return self._told
 
     def _line_to(self, order: Regroup) -> Callable[[int], TransferChannel]:

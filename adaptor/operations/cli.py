@@ -345,7 +345,7 @@ def _schema(parsed: argparse.Namespace) -> int:
 
 def _drill(parsed: argparse.Namespace) -> int:
     job = job_folder(parsed)
-    known = {incident.id for incident in job_reader.incidents(job)}
+    known_ids = {incident.id for incident in job_reader.incidents(job)}
     answer = _ask(job, parsed.rank)
     if answer.refusal:
         raise JobFolderError(f"{shown(str(job))}: no rank is ended: {shown(answer.refusal)}")
@@ -354,7 +354,7 @@ def _drill(parsed: argparse.Namespace) -> int:
         while True:
             goes_on = job_reader.goes_on(job)  # first: an incident may end between the two looks
             for incident in job_reader.incidents(job):
-                if incident.id not in known:
+                if incident.id not in known_ids:
                     show(incident_lines(incident))
                     return OK if incident.verdict in ("recovered", "saved") else FINDING
             if not goes_on:

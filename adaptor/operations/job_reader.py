@@ -329,8 +329,8 @@ class UnchangedFiles(Generic[R]):
         for path in paths:
             mark = _mark_of(path)
             if mark is not None:
-                known = self._results.get(path)
-                results[path] = known if known and known[0] == mark else (mark, self._make(path))
+                kept = self._results.get(path)
+                results[path] = kept if kept and kept[0] == mark else (mark, self._make(path))
         self._results = results
         return [result for _, result in results.values()]
 

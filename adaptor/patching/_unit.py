@@ -292,8 +292,8 @@ class Unit:
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
-            how = (optional, unless_imported, effect, None, claims, replaced_by)
-            self.patches.append(Patch(self, target, why, alternatives, *how))
+            options = (optional, unless_imported, effect, None, claims, replaced_by)
+            self.patches.append(Patch(self, target, why, alternatives, *options))
             return effect
 
         return declare

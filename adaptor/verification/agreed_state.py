@@ -288,13 +288,13 @@ def described(agreed: AgreedState | None) -> str:
     fewest = min(map(len, holders), default=0)
     shards = f"{len(holders)} shard{'s' if len(holders) != 1 else ''}"
     names = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" ..." if len(ranks) > _MOST_RANKS else "")
-    words = (
+    text = (
         f"step {agreed.step}, {len(alone)} of {shards} not confirmed by a second holder"
         if alone
         else f"as trained: step {agreed.step}, {shards}, each agreed by {fewest} or more holders"
     )
     omitted = f"; not compared when it was written: {', '.join(agreed.not_compared)}"
-    return f"{words} (ranks {names}){omitted if agreed.not_compared else ''}"
+    return f"{text} (ranks {names}){omitted if agreed.not_compared else ''}"
 
 
 _PART = ".state."

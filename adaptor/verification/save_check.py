@@ -380,5 +380,5 @@ def compare(
         if different
         else ""
     )
-    others = [] if omitted else ranks_with_other_random_states(agreed, gathered)
-    return LoadResult(problem, tuple(omitted), tuple(others))
+    differing_ranks = [] if omitted else ranks_with_other_random_states(agreed, gathered)
+    return LoadResult(problem, tuple(omitted), tuple(differing_ranks))

@@ -224,7 +224,7 @@ def random_key(states: Mapping[str, Any], place: int | None = None) -> str:
 def random_keys(states: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the sums of saved random states: of one rank, or of each data-parallel rank."""
     has_places = len(states) > 1
-    return tuple(random_key(own, place if has_places else None) for place, own in enumerate(states))
+    return tuple(random_key(state, place if has_places else None) for place, state in enumerate(states))
 
 
 def held_by(

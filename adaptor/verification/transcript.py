@@ -228,6 +228,6 @@ def differences(recorded: VerifiedStep, replayed: VerifiedStep) -> list[str]:
 
     for text in sorted(ranks, key=order):
         several = "s" if len(ranks[text]) > 1 else ""
-        where = f"in step {step + 1}" if order(text)[0] else f"after step {step}"
-        texts.append(f"{text} on rank{several} {' and '.join(map(str, ranks[text]))}, {where}")
+        moment = f"in step {step + 1}" if order(text)[0] else f"after step {step}"
+        texts.append(f"{text} on rank{several} {' and '.join(map(str, ranks[text]))}, {moment}")
     return texts

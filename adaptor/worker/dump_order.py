@@ -60,10 +60,10 @@ def follow(
             note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
         record = session.record_of(order.step)
         for group in order.groups:
-            given = {index for index, holder in enumerate(group.holders) if holder == rank}
+            own_indices = {index for index, holder in enumerate(group.holders) if holder == rank}
             verifier = None if past else session.window.verifier
             if verifier is not None:
-                verifier.require_unchanged(session.trainee, order.step, given)
+                verifier.require_unchanged(session.trainee, order.step, own_indices)
             remarks: list[str] = []
             run = DumpRun(
                 rank=rank,
@@ -81,7 +81,7 @@ def follow(
             )
             files = session.trainee.dump(record, group, run)
             if verifier is not None:  # state may have changed while it was read
-                verifier.require_unchanged(session.trainee, order.step, given)
+                verifier.require_unchanged(session.trainee, order.step, own_indices)
             if group.writer == rank:
                 not_finite = "; ".join(filter(None, remarks))
                 detail = f"{group.group}; {not_finite}" if not_finite else group.group

@@ -97,8 +97,8 @@ class StepHistory:
             StepError: the script has not moved its scheduler as it has said.
         """
         content = self._content
-        if content.snapshot_step == step and (before := content.records.get(step - 1)) is not None:
-            derived = trainee.derive(before.record, content.snapshot, content.updated)
+        if content.snapshot_step == step and (record_before := content.records.get(step - 1)) is not None:
+            derived = trainee.derive(record_before.record, content.snapshot, content.updated)
             trainee.require_as_derived(record, derived)
 
     def record_of(self, step: int, trainee: Trainee) -> Any:

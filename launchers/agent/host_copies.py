@@ -265,11 +265,11 @@ class CopyKeeper:
             for file in (file for files in own_files.values() for file in files):
                 opened.callback(file.close)
             while True:
-                found = await self._find(find)
-                if endpoint is not None and found not in (None, endpoint):
+                result = await self._find(find)
+                if endpoint is not None and result not in (None, endpoint):
                     for file in (file for files in own_files.values() for file in files):
                         file.forget_kept()  # the previous keeper is lost
-                endpoint = found or endpoint
+                endpoint = result or endpoint
                 if endpoint is None:
                     self._tell("the rendezvous store has no address of that node")
                 else:

@@ -77,7 +77,7 @@ class Move:
             return None, f"node {self._number} was taken for lost"
         if not may_go_on(self._group.group_world_size, self._verdict.lost):
             return None, "less than half of the nodes are left, without node 0"
-        given = self._node.control.take_given()
+        given_places = self._node.control.take_given()
         try:
             store = wait_for(
                 lambda: self._handler.store_at(endpoint),
@@ -87,7 +87,7 @@ class Move:
             places = Places(store, self._next_number, None)
             if self._is_successor:
                 if self._has_node_0:  # else all places are as at the beginning
-                    places.give(given)
+                    places.give(given_places)
                 reason = self._lead(endpoint, store, places)
             else:
                 reason = self._follow(endpoint, places)

@@ -166,7 +166,7 @@ async def watch(
 def _have_changed(reported: Mapping[int, ComputeTime], times: Mapping[int, ComputeTime]) -> bool:
     ranks = reported.keys() & times.keys()
     pairs = [pair for rank in ranks for pair in zip(reported[rank], times[rank], strict=True)]
-    return any(abs(now - before) > before / 10 for before, now in pairs)
+    return any(abs(second - first) > first / 10 for first, second in pairs)
 
 
 class WorkerNews:

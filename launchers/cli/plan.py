@@ -65,12 +65,12 @@ def add(add_command: Add) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
 
 
-def number(least: int, most: int, noun: str) -> Callable[[str], int]:
+def number(least: int, maximum: int, noun: str) -> Callable[[str], int]:
     """Return the argparse type of a number from `least` to `most`."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else least - 1
-        if not least <= value <= most:
+        if not least <= value <= maximum:
             raise argparse.ArgumentTypeError(f"{text!r}: it must be {noun}")
         return value
 

@@ -69,8 +69,10 @@ def _expected(checkpoint: Path, to: int, path: Path) -> dict[int, VerifiedStep]:
     steps = transcript.trained(transcript.TranscriptReader(path).read())
     expected = {step: steps[step] for step in sorted(steps) if first < step <= to}
     if not expected:
-        known = f"its verified steps are {min(steps)} to {max(steps)}" if steps else "it has no verified step"
-        raise ConfigError(f"{path}: no step from {first + 1} to {to} is verified: {known}")
+        verified_text = (
+            f"its verified steps are {min(steps)} to {max(steps)}" if steps else "it has no verified step"
+        )
+        raise ConfigError(f"{path}: no step from {first + 1} to {to} is verified: {verified_text}")
     return expected
 
 
@@ -150,8 +152,8 @@ def _compare(process: subprocess.Popen[bytes], scratch: Path, expected: Mapping[
             note = f" (other versions: {versions})" if versions else ""
             texts = transcript.differences(recorded, replayed)
             if texts or not replayed.is_agreed:
-                known = f"step {equal[-1]} is equal" if equal else "no step before it was compared"
-                show([f"verified step {recorded.step} differs; {known}{note}", *texts])
+                verified_text = f"step {equal[-1]} is equal" if equal else "no step before it was compared"
+                show([f"verified step {recorded.step} differs; {verified_text}{note}", *texts])
                 return FINDING
             equal.append(recorded.step)
             if len({*equal}) == len(expected):

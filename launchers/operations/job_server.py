@@ -45,21 +45,21 @@ def require(config: Config) -> None:
     Raises:
         ConfigError: a package, a token or a certificate is missing, or cannot be used.
     """
-    own = config.of(OperationsSettings)
-    if own.serve is None:
+    operations = config.of(OperationsSettings)
+    if operations.serve is None:
         return
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"TTP_SERVE is {str(own.serve)!r}: {' and '.join(missing)} must be installed:"
+            f"TTP_SERVE is {str(operations.serve)!r}: {' and '.join(missing)} must be installed:"
             f" {plug_ins.install_command('ops')}"
         )
     try:
-        clients_of(own.serve, own.serve_token, config.tls_cert, config.tls_key)
+        clients_of(operations.serve, operations.serve_token, config.tls_cert, config.tls_key)
     except ServeError as error:
         raise ConfigError(
-            f"TTP_SERVE is {str(own.serve)!r}, TTP_SERVE_TOKEN is"
-            f" {'set' if own.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
+            f"TTP_SERVE is {str(operations.serve)!r}, TTP_SERVE_TOKEN is"
+            f" {'set' if operations.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
         ) from None
 
 
