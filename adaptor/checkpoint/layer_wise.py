@@ -14,9 +14,9 @@ from typing import Any
 from adaptor.errors import UnsupportedError
 
 IN_TORCH = (
-    "--ckpt-format is torch: with --optimizer dist_muon, or muon and --use-distributed-optimizer, the"
-    " framework keeps the optimizer state in files beside the folders of the steps, which each save replaces;"
-    " use torch_dist, or set ENABLE_TTP=False"
+    "--ckpt-format is torch: with --optimizer dist_muon, or muon and --use-distributed-optimizer, each"
+    " rank saves its optimizer state in a file of its own (layer_wise_optimizer_N.pt), which last words do"
+    " not have; use torch_dist, or set ENABLE_TTP=False"
 )
 _KIND = "LayerWiseDistributedOptimizer"
 

@@ -173,9 +173,9 @@ def test_an_unprotected_option_is_named_in_one_line(name: str, value: Any) -> No
         ({"optimizer": "muon", "use_distributed_optimizer": True, "ckpt_format": "torch_dist"}, ""),
         (
             {"optimizer": "muon", "use_distributed_optimizer": True, "ckpt_format": "torch"},
-            "--ckpt-format is torch: with --optimizer dist_muon, or muon and --use-distributed-optimizer, ",
+            "--ckpt-format is torch: with --optimizer dist_muon, or muon and --use-distributed-opt",
         ),
-        ({"optimizer": "dist_muon", "ckpt_format": "torch"}, "--ckpt-format is torch: with --optimizer dist"),
+        ({"optimizer": "dist_muon", "ckpt_format": "torch"}, "--ckpt-format is torch: with --optimi"),
         ({"fp8": "hybrid"}, ""),
         (
             {"fp8": "hybrid", "tp_only_amax_red": True},
