@@ -65,13 +65,19 @@ class AmaxHistories:
 
     @torch.no_grad()
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Return a copy: all values, and the shapes of the histories of each module."""
+        """Return a copy: all values, and of each module the shapes of its histories and its place among
+        modules that are reduced together (-1: none)."""
         self._evaluated = None
         tensors = [_tensors(module) for module in self._modules]
         if not any(tensors):
             return ()
-        shapes = [[*own[1].shape, *own[3].shape] if own else [0] * 4 for own in tensors]
-        return torch.cat([tensor.reshape(-1) for own in tensors for tensor in own]), torch.tensor(shapes)
+        rows = [
+            [*own[1].shape, *own[3].shape, module.fp8_meta.get(_PLACES[0], [-1])[0]]
+            if own
+            else [0] * 4 + [-1]
+            for module, own in zip(self._modules, tensors, strict=True)
+        ]
+        return torch.cat([tensor.reshape(-1) for own in tensors for tensor in own]), torch.tensor(rows)
 
     def after_evaluation(self) -> None:
         """Keep a copy with the largest elements of all ranks: collective in the recipe's group."""
@@ -93,6 +99,11 @@ class AmaxHistories:
                 module.reset_fp8_meta_tensors()
             for tensor, value in zip(live, values, strict=False):
                 tensor.copy_(value)
+        # The end of any context reduces all modules that were in one before, with the row of an evaluation.
+        places = taken[1][:, -1].tolist() if taken else []
+        for place, number in sorted((place, number) for number, place in enumerate(places)):
+            if place >= 0:
+                _manager().add_fp8_tensors_to_global_buffer(self._modules[number].fp8_meta)
 
     @contextlib.contextmanager
     def saved_as(
@@ -123,15 +134,19 @@ class AmaxHistories:
         """Return the values of each module, as `_tensors`."""
         if not taken:
             return [[] for _ in self._modules]
-        values, shapes = taken
+        values, rows_of_modules = taken
         by_module, end = [], 0
-        for rows, forward, further_rows, backward in shapes.tolist():
+        for rows, forward, further_rows, backward, _ in rows_of_modules.tolist():
             parts = []
             for shape in ((forward,), (rows, forward), (backward,), (further_rows, backward)):
                 begin, end = end, end + shape[0] * shape[-1] ** (len(shape) - 1)
                 parts.append(values[begin:end].view(shape))
             by_module.append(parts if forward else [])
         return by_module
+
+
+def _manager() -> Any:
+    return sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager
 
 
 def _initialize(module: Any, values: Sequence[torch.Tensor]) -> None:
@@ -165,13 +180,12 @@ def _encoded(content: Mapping[str, Any]) -> torch.Tensor:
 def forget_order(model: Sequence[torch.nn.Module]) -> None:
     """Forget which histories are reduced together, and what the abandoned step has kept for recomputation.
 
-    A new process lists histories in the order of its first forward passes; a collective before the last of
-    them would have another size on survivors.
+    Survivors and new processes list histories again, in the order of the copy that is put back.
     """
     modules = _modules(model)
     if not any(map(_tensors, modules)):
         return
-    sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.reset()
+    _manager().reset()
     recompute = sys.modules["transformer_engine.pytorch.distributed"]
     getattr(getattr(recompute, "activation_recompute_forward", None), "_is_first_fp8_module", []).clear()
     for module in modules:

@@ -39,12 +39,14 @@ TENSORWISE = fp8(
 )
 # With --overlap-param-gather a save of 0.15.0rc5 changes what the framework itself trains from there on.
 MXFP8 = fp8("mxfp8", "mxfp8", WEIGHTS, "--reuse-grad-buf-for-mxfp8-param-ag", *MOMENTS)
-# An evaluation leaves its largest elements to the step behind it.
+# An evaluation leaves its largest elements to the step behind it. The prediction of a second token is a
+# context of its own: where the first context ends, a survivor reduces the histories of both.
 DELAYED = fp8(
     "delayed",
     "delayed",
     *("--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"),
     *("--eval-interval", "4", "--eval-iters", "2", "--split", "90,10,0"),
+    *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
 )
 # A chain of two optimizers, each of which compares the largest elements of its weights over its ranks.
 EXPERTS = fp8("experts", "blockwise", WEIGHTS, *harness.EXPERTS)

@@ -138,8 +138,9 @@ def test_a_copy_without_delayed_scaling_is_empty(engine: Any) -> None:
 def test_the_order_of_reductions_begins_anew(engine: Any) -> None:
     """As in a new process; the abandoned step had kept tensors for recomputation."""
     modules = [layer(engine), layer(engine)]
-    for module in modules:
+    for module in reversed(modules):
         passes(engine, module, 3.0)
+    taken = amax_histories.AmaxHistories(modules).take()
     manager = engine.pytorch.fp8.FP8GlobalStateManager
     recompute = SimpleNamespace(_is_first_fp8_module=[True])
     engine.pytorch.distributed.activation_recompute_forward = recompute
@@ -147,6 +148,9 @@ def test_the_order_of_reductions_begins_anew(engine: Any) -> None:
     modules[0].fp8_meta["global_fp8_buffer_pos_fwd_recompute"] = 0
     amax_histories.forget_order(modules)
     assert (recompute._is_first_fp8_module, manager.fp8_tensors_recompute_buffer) == ([], [])
-    passes(engine, modules[1], 3.0)
-    assert [len(rows) for rows in manager.global_amax_buffer.values()] == [1, 1]
+    assert manager.global_amax_buffer == {}
     assert "global_fp8_buffer_pos_fwd_recompute" not in modules[0].fp8_meta
+    amax_histories.AmaxHistories(modules).put_back(taken)
+    (forward, _) = manager.global_amax_buffer.values()
+    newest = [module.fp8_meta["scaling_fwd"].amax_history[0] for module in modules]
+    assert [row.data_ptr() for row in forward] == [row.data_ptr() for row in reversed(newest)]
