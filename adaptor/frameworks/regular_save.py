@@ -47,6 +47,8 @@ class _Save:
     draft: int | None = None
     check: SaveCheck | None = None  # None: no sums of the state in memory were taken
     put_off: list[Callable[[], Any]] = field(default_factory=list)  # until the save has its name
+    # This process has given the save its name. Megatron-LM writes the tokenizer's files afterwards.
+    has_name: bool = False
 
     @property
     def folder(self) -> Path:
@@ -211,9 +213,9 @@ class RegularSaves:
                 self._give_up(save, error)
 
     def renamed(self, path: str) -> str:
-        """Return the path below the folder of the running save, if a save is running."""
+        """Return the path below the folder of the running save, until that save has its name."""
         save = self._current()
-        if save is None:
+        if save is None or save.has_name:
             return path
         try:
             relative_path = Path(path).relative_to(save.root / naming.final_name(save.step))
@@ -324,6 +326,7 @@ class RegularSaves:
         regular_folder.sync_regular(save.root, save.step, _generation(), taken)
         old = tracker.tracked_step(save.root) or 0
         runtime.get().session.publishing(lambda: _publish(save, taken))
+        save.has_name = True
         return old
 
     def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:

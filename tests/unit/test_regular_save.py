@@ -99,6 +99,19 @@ def test_the_tracker_is_rewritten_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000999", TRACKER]
 
 
+@pytest.mark.usefixtures("rank_0")
+def test_files_that_are_written_after_the_tracker_are_in_the_named_folder(tmp_path: Path) -> None:
+    final_folder = tmp_path / "iter_0000003"
+    with saves().regular(str(tmp_path), 3):
+        (Path(saves().renamed(str(final_folder))) / "shard.pt").touch()
+        Path(saves().tracker(str(tmp_path / TRACKER))).write_text("3")
+        tokenizer = Path(saves().renamed(str(final_folder))) / "tokenizer"
+        tokenizer.mkdir(parents=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
+    assert (final_folder / "tokenizer").is_dir()
+    assert manifest.defects(final_folder) == []
+
+
 def _request(*finalizers: Callable[[], Any]) -> SimpleNamespace:
     """Return the used parts of Megatron's AsyncRequest, with these finalizers."""
     functions = list(finalizers)
