@@ -33,7 +33,7 @@ from adaptor.launchers.control import credentials
 from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
-from adaptor.launchers.rendezvous.waiting import UNMET, EndRequests, ask, wait_for
+from adaptor.launchers.rendezvous.waiting import UNMET, EndRequests, SilentStoreError, ask, wait_for
 from adaptor.launchers.spares.places import Places, find_gate
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import StartCounts
@@ -388,9 +388,15 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _come_to_store(self, endpoint: Endpoint) -> None:
         group: Any = self._worker_group
+
+        def look() -> None:
+            if self._control.verdict is not None:
+                raise SilentStoreError("it does not answer, and a further incident has ended")
+
         store, group.master_addr, group.master_port = wait_for(
             lambda: self._handler.come_to(endpoint, group.group_rank),
             lambda: "the node that has the place of node 0",
+            look=look,
         )
         self._be_at(group.spec, endpoint)
         assert self._pcontext is not None

@@ -181,15 +181,15 @@ def test_a_spare_node_in_the_place_of_node_0_ends_when_the_others_go_on(tmp_path
             options=("--ttp-online", "60", "--ttp-spares", "0"),
             faults=[
                 "rank=0,step=2,phase=backward,kind=agent-sigkill",
-                "rank=0,step=4,phase=backward,kind=cut,restart=-1",
-                *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (4, 5, 6)),
+                "rank=0,step=6,phase=backward,kind=cut,restart=-1",
+                *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (6, 7)),
             ],
         )
     assert result.codes[:3] == (137, 0, 0), result.log[-5000:]
     assert result.codes[3], result.log[-5000:]
     line = log_lines.last_line(result.logs[3])
     assert " saves in --save now, and goes on without this node; " in line
-    assert "restart 1 of 1: from step 3, 0 steps lost" in result.logs[1]
+    assert "restart 1 of 1: from step 5, 0 steps lost" in result.logs[1]
 
 
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:
