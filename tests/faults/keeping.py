@@ -32,6 +32,7 @@ CODE = (
     "tests/faults/warm.py",
     "tests/frameworks/args.py",
     "tests/frameworks/record.py",
+    "tests/standins",
 )
 # Variables with these prefixes select how numbers are computed,
 _PREFIXES = ("ATEN_", "DNNL_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
@@ -78,7 +79,7 @@ def key(framework: Path, *inputs: object) -> str:
 
     Args:
         framework: the source tree of the framework.
-        more: further inputs, compared by their `repr`.
+        inputs: further inputs, compared by their `repr`.
     """
     variables = sorted(
         (name, value)
