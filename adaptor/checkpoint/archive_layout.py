@@ -20,7 +20,6 @@ because a framework may keep small storages (random states) for as long as it ru
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import os
@@ -105,8 +104,8 @@ class ArchiveLayout(Generic[T]):
         members = []
         at, data = 0, b""
         for placed, begin, content in self._members:
-            member = copy.copy(placed)  # the layout may be that of several archives
-            member.CRC = crc32(content, 0) if content is not None else next(crc_iterator)
+            crc = crc32(content, 0) if content is not None else next(crc_iterator)
+            member = zip_members.copy_of(placed, crc, placed.extra)  # the layout may be of several archives
             members.append(member)
             data += member.FileHeader()
             if content is not None:

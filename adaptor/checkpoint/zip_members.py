@@ -4,7 +4,6 @@ place. `zipfile` makes the headers; its CRC-32 is slow, so the data are written 
 
 from __future__ import annotations
 
-import copy
 import struct
 import zipfile
 from collections.abc import Sequence
@@ -31,13 +30,21 @@ def place(name: str, at: int, size: int, alignment: int = ALIGNMENT) -> tuple[zi
     return member, least + padding
 
 
+def copy_of(member: zipfile.ZipInfo, crc: int, extra: bytes) -> zipfile.ZipInfo:
+    """Return a copy with this CRC-32 and extra field; `copy.copy` takes 17 us, for each of 5,000 tensors."""
+    member_copy = zipfile.ZipInfo(member.filename)
+    member_copy.flag_bits, member_copy.header_offset = member.flag_bits, member.header_offset
+    member_copy.file_size, member_copy.compress_size = member.file_size, member.compress_size
+    member_copy.CRC, member_copy.extra = crc, extra
+    return member_copy
+
+
 def directory(members: Sequence[zipfile.ZipInfo], at: int) -> bytes:
     """Return the directory of an archive, which is written at byte `at`."""
     stream: Any = _Stream(at)
     with zipfile.ZipFile(stream, "w") as archive:
-        for member in members:
-            archive.filelist.append(entry := copy.copy(member))
-            entry.extra = b""  # it only aligns the data
+        for member in members:  # the extra field only aligns the data
+            archive.filelist.append(copy_of(member, member.CRC, extra=b""))
     return bytes(stream.content)
 
 
