@@ -154,6 +154,7 @@ class AgentControl:
         hooks.each(self.hooks, lambda hook: hook.begins(node, nodes))
         if node != 0:
             self.lease.release()  # rank 0, which takes the lease, is now on another node
+        self.lease.watch("", "")  # workers of this side take the lease from now on
         self.generations_begun += 1
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)

@@ -33,7 +33,14 @@ from adaptor.launchers.control import credentials
 from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
-from adaptor.launchers.rendezvous.waiting import UNMET, EndRequests, SilentStoreError, ask, wait_for
+from adaptor.launchers.rendezvous.waiting import (
+    ANSWERS_S,
+    UNMET,
+    EndRequests,
+    SilentStoreError,
+    ask,
+    wait_for,
+)
 from adaptor.launchers.spares.places import Places, find_gate
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import StartCounts
@@ -388,10 +395,13 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _come_to_store(self, endpoint: Endpoint) -> None:
         group: Any = self._worker_group
+        until = time.monotonic() + ANSWERS_S  # a store on a busy machine is slow, and has not fallen silent
 
-        def look() -> None:
-            if self._control.verdict is not None:
-                raise SilentStoreError("it does not answer, and a further incident has ended")
+        def look() -> float | None:
+            remaining_s = until - time.monotonic()
+            if self._control.verdict is None or remaining_s > 0.0:
+                return max(0.0, remaining_s)  # 0: as seldom as lines are printed
+            raise SilentStoreError("it does not answer, and a further incident has ended")
 
         store, group.master_addr, group.master_port = wait_for(
             lambda: self._handler.come_to(endpoint, group.group_rank),

@@ -222,6 +222,7 @@ class JobLease:
         """Let `require_own` look at the lease of another agent, which may be behind a cut network.
 
         Args:
+            save: the save folder; "": look at no lease of another agent.
             agent: as in `LeaseOfOthers`.
         """
         self._of_others = LeaseOfOthers(Path(save), agent) if save else None

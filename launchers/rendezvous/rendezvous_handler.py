@@ -32,6 +32,7 @@ from adaptor.launchers.rendezvous.waiting import (
     Interrupted,
     NotTakenInError,
     StoreLostError,
+    require_awaited,
     wait_for,
 )
 from adaptor.protocol.messages import Endpoint
@@ -290,7 +291,9 @@ class Rendezvous:
             self._static.move(self._handler, self._next_store.store_of_agents, endpoint, number)
         elif not is_here:
             self.lose_store()
-            self._handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
+            handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
+            require_awaited()
+            self._handler = handler
             self._signs = dynamic_nodes.watch(self._handler)
             self._has_lost_store = False
 
@@ -374,6 +377,7 @@ class Rendezvous:
             try:
                 place, self._place = self._place, None
                 info = self._handler.next_rendezvous() if place is None else self._join(place)
+                require_awaited()
                 self._has_met = True
                 if self.store_of_all_rounds is not None:
                     self.ends_with_node_0 = bool(self.store_of_all_rounds.check([_OF_AN_AGENT]))

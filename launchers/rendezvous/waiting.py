@@ -170,6 +170,16 @@ def is_abandoned() -> bool:
     return any(thread.name == ABANDONED for thread in threading.enumerate())
 
 
+def require_awaited() -> None:
+    """Check that the wait of this thread has not ended: its late result would undo what the main thread does.
+
+    Raises:
+        SilentStoreError: the wait has ended.
+    """
+    if threading.current_thread().name == ABANDONED:
+        raise SilentStoreError("it has answered too late")
+
+
 def ignore_signals() -> None:
     """Ignore further signals until `hear_signals`: a sender may send two signals at once.
 

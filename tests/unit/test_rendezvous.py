@@ -28,7 +28,8 @@ from adaptor.launchers.cli import flags
 from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store, waiting
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from adaptor.launchers.rendezvous.rendezvous_store import MovedJob
-from adaptor.launchers.rendezvous.waiting import MovedError
+from adaptor.launchers.rendezvous.waiting import MovedError, SilentStoreError
+from adaptor.protocol.messages import Endpoint
 from tests.ports import free_port
 from tests.unit.threads import LONG_S
 
@@ -137,6 +138,29 @@ def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first()
         store_agent._this_node,
         neighbour._this_node,
     ]
+
+
+def test_a_node_comes_to_no_store_for_which_it_waits_no_longer() -> None:
+    """The store answers late, and the main thread is at another store meanwhile."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    parameters = RendezvousParameters("c10d", f"127.0.0.1:{stores[0].port}", "job", 1, 2, is_host=False)
+    rendezvous = Registry(registry).get_rendezvous_handler(parameters)
+    handler_before, endpoint = rendezvous._handler, Endpoint("127.0.0.1", stores[1].port)
+    raised: list[Exception] = []
+
+    def come() -> None:
+        try:
+            rendezvous.come_to(endpoint, 1)
+        except SilentStoreError as error:
+            raised.append(error)
+
+    late = threading.Thread(target=come, name=waiting.ABANDONED)
+    late.start()
+    late.join(LONG_S)
+    assert raised
+    assert rendezvous._handler is handler_before
+    rendezvous.move(endpoint, 1)
+    assert rendezvous._handler is not handler_before
 
 
 def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from adaptor import config
 from adaptor.checkpoint import left_overs, publish
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_content import Owner
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent import save_folder_tasks
+from adaptor.launchers.agent.agent_control import AgentControl
+from adaptor.launchers.agent.host_copies import CopyFiles
 from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.rendezvous.waiting import OtherSideError
+from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.protocol import naming
 from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.protocol.naming import FileEntry
@@ -71,6 +79,8 @@ def test_the_join_of_parts_is_imported_before_a_fault_if_needed(expected: bool) 
     script = f"""
 import sys, threading
 from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.rendezvous.waiting import OtherSideError
+from adaptor.launchers.spares.spare_gate import StartCounts
 works = SaveFolderTasks()
 for _ in range(2 * {expected}):
     works.expect_parts()
@@ -131,3 +141,24 @@ def test_an_order_for_another_folder_is_refused(
     for saves in (set(), {str(tmp_path / "save")}):
         assert "is not the save folder of this node's workers" in asyncio.run(work(saves))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_later_workers_of_the_job_are_not_the_other_side_of_a_cut_network(tmp_path: Path) -> None:
+    """The agent of a spare node in the place of node 0, which watches the lease of another agent."""
+    save, owner = tmp_path / "save", Owner.of(os.getppid())
+    save.mkdir()
+    Lease(save, owner, "generation 2").take()
+    control = AgentControl(config.load({"TTP_LOG_PATH": str(tmp_path)}), "", 1, tmp_path, CopyFiles())
+    control.thread.start()
+    try:
+        control.lease.watch(str(save), "node 0")
+        control.lease.require_own()
+        Lease(save, owner, "generation 3").take()
+        with pytest.raises(OtherSideError):
+            control.lease.require_own()
+        control.begin([0], 0, 2, may_restart=True, counts=StartCounts(), joins=False)
+        control.lease.require_own()
+    finally:
+        control.thread.wait_for(control.workers.close())
+        control.thread.stop()
+        control.close()
