@@ -189,6 +189,7 @@ class Account:
         self._restarts = restarts
         self.begun = begun_restarts
         self._again = ""  # the last start, in words
+        self._cause = ""  # of the last start, in words
         self._last: Verdict | None = None  # the last verdict since training went on
         self._newest = -1  # the newest finished step before the faults since then
         self._has_trained = False  # training that is protected has begun
@@ -243,12 +244,12 @@ class Account:
     def restart(self) -> str:
         """Count a restart that is about to begin; return its number in words."""
         self.begun += 1
-        self._again = f"restart {self.begun} of {self._restarts}"
+        self._again, self._cause = f"restart {self.begun} of {self._restarts}", "the fault"
         return self._again
 
     def join(self) -> str:
         """Note a start of the workers on more nodes; return the start in words."""
-        self._again = "start on more nodes"
+        self._again, self._cause = "start on more nodes", "the new nodes were noticed"
         return self._again
 
     def training_began(self, origin: int, at: float) -> None:
@@ -264,7 +265,7 @@ class Account:
             return
         lost = None if self._newest < 0 and last.outcome == "lost" else max(0, self._newest - origin)
         self._add(lost)
-        delay = f"{max(0.0, at - self._noticed):.1f} s after the fault"
+        delay = f"{max(0.0, at - self._noticed):.1f} s after {self._cause}"
         say(f"{_utc(time.time())} {self._again}: from step {origin}, {_lost(lost)}, {delay}")
 
     def _add(self, lost: int | None) -> None:
