@@ -55,7 +55,7 @@ class ParallelLayout:
         instances: the optimizer instances in the framework's arguments.
         tensor: neighbouring ranks with different parts of the dense model: the tensor parallel size.
         expert: neighbouring ranks with different experts, their own tensor parallel size included.
-        may_copy: whether ranks may have copies in host memory (TTP_HOSTCOPY).
+        may_copy: whether ranks may have copies in host memory (TTP_HOST_COPY).
         lone: why a part of the state has no second holder with any replicas; empty: it has.
     """
 
