@@ -36,6 +36,8 @@ def _modules(model: Sequence[torch.nn.Module]) -> list[Any]:
 
 def _tensors(module: Any) -> list[torch.Tensor]:
     """Return the scale and the history of the module, forward, then backward; empty without a history."""
+    if not hasattr(module.fp8_meta.get("scaling_fwd"), "amax_history"):  # quickly: most jobs, in each step
+        return []
     states = [module.fp8_meta.get(key) for key in _DIRECTIONS.values()]
     if not all(hasattr(state, "amax_history") for state in states):
         return []
