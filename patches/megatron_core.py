@@ -235,7 +235,7 @@ def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: An
 
     put_off, window = context.part(optimizer_instances.PutOff), runtime.get().session.window
     if not window.is_open:  # a chain may be a part of another one
-        put_off.further.clear()  # of a step that was abandoned
+        put_off.forget()  # of a step that was abandoned
     if not step_record.inner(instance):
         runtime.get().session.update_nothing()
     result = wrapped(*args, **kwargs)

@@ -16,7 +16,9 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adaptor import context
 from adaptor.checkpoint import amax_histories, layer_wise, shards, step_record
+from adaptor.frameworks.optimizer_instances import PutOff
 from adaptor.replica import optimizer_state
 
 # What routers of experts add up in the forward passes of a step. The framework zeroes it when the gradients
@@ -106,7 +108,10 @@ def forget_auxiliary_losses() -> None:
 def settle_optimizer(optimizer: Any) -> None:
     """Forget the knowledge of a chain of optimizers about other ranks, collected in the first step (0.20:
     whether any rank has parameters with a separate norm): a new process asks, and all others answer.
+
+    Forget the gathers that the abandoned step has put off, too: `gather_weights` gathers all parameters.
     """
+    context.part(PutOff).forget()
     for chained_optimizer in {
         id(chained_optimizer): chained_optimizer
         for chained_optimizer in (

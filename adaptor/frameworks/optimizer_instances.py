@@ -51,6 +51,11 @@ class PutOff:
         for call in further:
             call()
 
+    def forget(self) -> None:
+        """Forget the calls of an abandoned step: other ranks may have made them, or are new."""
+        self.calls.clear()
+        self.further.clear()
+
 
 def require_groups() -> None:
     """Refuse a job whose process groups are not those of `parallel_state`.

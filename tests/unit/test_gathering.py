@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import optimizer_instances
+from adaptor.frameworks import megatron_settle, optimizer_instances
 from adaptor.patches import megatron_core
 from adaptor.worker import runtime
 
@@ -71,6 +71,31 @@ def test_gathers_of_single_optimizers_run_at_the_end(monkeypatch: pytest.MonkeyP
         gather("sharded")
         assert gathered == ["layer-wise", "sharded"]
         gathered.clear()
+
+
+def test_gathers_that_an_abandoned_step_has_put_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault cuts off the gather of the first part of the model; other ranks have gathered both parts."""
+    window, parts, gathered = SimpleNamespace(is_open=True), [Part(), Part()], list[Any]()
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=SimpleNamespace(window=window)))
+
+    def gather(part: Part, **kwargs: Any) -> None:
+        def record(**kwargs: Any) -> None:
+            gathered.append((parts.index(part), kwargs))
+            if not kwargs:
+                raise RuntimeError("a rank is gone")
+
+        megatron_core.parameters_are_gathered_at_the_end(record, part, (), kwargs)
+
+    for part in parts:
+        gather(part)
+    window.is_open = False
+    with pytest.raises(RuntimeError):
+        gather(parts[0])
+    gathered.clear()
+    megatron_settle.settle_optimizer(SimpleNamespace(chained_optimizers=[]))
+    for part in parts:
+        gather(part, force_sync=True)
+    assert gathered == [(number, {"force_sync": True}) for number in range(2)]
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):
