@@ -51,7 +51,10 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
     [
         (recipe(), ["a second copy of everything, and online recovery"]),
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
-        (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8-r", "--use-megatron-f"]),
+        (
+            recipe("--use-megatron-fsdp", "--fp8-format", "e4m3", "--tp-only-amax-red"),
+            ["refused", "--fp8-r", "--use-megatron-f"],
+        ),
         (recipe("--export-kd-teacher-load", "teacher"), ["restarts all", "--export-kd-teacher-load has all"]),
         (recipe("--freeze-all-layers"), ["refused before the first step", "--freeze-all-layers"]),
         (recipe("--optimizer", "muon"), ["up to 50 steps made again, and online recovery"]),

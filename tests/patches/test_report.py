@@ -159,7 +159,14 @@ def test_the_report_of_a_protected_job(python: Run, tmp_path: Path) -> None:
     "A5", "a report on arguments that are refused", "every refusal, ours and the framework's"
 )
 def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
-    refused = ("--use-megatron-fsdp", "--fp8-format", "hybrid", "--non-persistent-save-interval", "5")
+    refused = (
+        "--use-megatron-fsdp",
+        "--fp8-format",
+        "hybrid",
+        "--tp-only-amax-red",
+        "--non-persistent-save-interval",
+        "5",
+    )
     code, report = _asked(python, *_megatron(*tiny_gpt(), *refused))
     assert (code, report["fits"]) == (1, False)
     names = ["--use-megatron-fsdp is True", "--non-persistent-save-interval is 5", "--fp8-recipe is delayed"]
