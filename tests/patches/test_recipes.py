@@ -52,7 +52,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe(), ["a second copy of everything, and online recovery"]),
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
         (
-            recipe("--use-megatron-fsdp", "--fp8-format", "e4m3", "--tp-only-amax-red"),
+            recipe("--use-megatron-fsdp", "--fp8-format", "e4m3", "--fp8-param-gather"),
             ["refused", "--fp8-r", "--use-megatron-f"],
         ),
         (recipe("--export-kd-teacher-load", "teacher"), ["restarts all", "--export-kd-teacher-load has all"]),

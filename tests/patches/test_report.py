@@ -163,7 +163,7 @@ def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
         "--use-megatron-fsdp",
         "--fp8-format",
         "hybrid",
-        "--tp-only-amax-red",
+        "--fp8-param-gather",
         "--non-persistent-save-interval",
         "5",
     )

@@ -338,6 +338,7 @@ def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None
     job.train("step", "step")
     stop(job.workers[0].process.pid)  # so that the incident cannot be over
     job.nodes[0].leave("SIGTERM", 0.0)
+    waiting.until(lambda: controller_host_of(job.nodes[0]).controller.incident is not None, "the incident")
     job.nodes.pop(0).close()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST + 1, 2)
