@@ -26,7 +26,7 @@ _DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
 # recomputation.
 _PLACES = ("buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_recompute")
 # The tensors of a product: input, weight and output forward; two gradients backward.
-_FORWARD, _BOTH = 3, 5
+_FORWARD, _BOTH_DIRECTIONS = 3, 5
 
 
 def _modules(model: Sequence[torch.nn.Module]) -> list[Any]:
@@ -57,7 +57,7 @@ class AmaxHistories:
         size = 0
         for module in self._modules:
             rows = 1 + getattr(getattr(module, "config", None), "fp8_amax_history_len", 1)
-            size += 4 * rows * _BOTH * max(3, getattr(module, "num_gemms", 1))
+            size += 4 * rows * _BOTH_DIRECTIONS * max(3, getattr(module, "num_gemms", 1))
         return size
 
     def take_between_steps(self) -> tuple[torch.Tensor, ...]:
@@ -74,12 +74,12 @@ class AmaxHistories:
         if not any(tensors):
             return ()
         rows = [
-            [*own[1].shape, *own[3].shape, module.fp8_meta.get(_PLACES[0], [-1])[0]]
-            if own
+            [*state[1].shape, *state[3].shape, module.fp8_meta.get(_PLACES[0], [-1])[0]]
+            if state
             else [0] * 4 + [-1]
-            for module, own in zip(self._modules, tensors, strict=True)
+            for module, state in zip(self._modules, tensors, strict=True)
         ]
-        return torch.cat([tensor.reshape(-1) for own in tensors for tensor in own]), torch.tensor(rows)
+        return torch.cat([tensor.reshape(-1) for state in tensors for tensor in state]), torch.tensor(rows)
 
     def after_evaluation(self) -> None:
         """Keep a copy with the largest elements of all ranks: collective in the recipe's group."""
@@ -120,16 +120,16 @@ class AmaxHistories:
             if values:
                 _initialize(module, values)
                 state = _encoded(_content(module.fp8_meta, [to_host(value).clone() for value in values]))
-                own: dict[str, Any] = {"get_extra_state": lambda state=state: state}
+                methods: dict[str, Any] = {"get_extra_state": lambda state=state: state}
                 if hasattr(module, "_encode_extra_state"):  # Megatron-core's, which waits, too
-                    own["_encode_extra_state"] = _encoded
-                vars(module).update(own)
-                changed.append((vars(module), own))
+                    methods["_encode_extra_state"] = _encoded
+                vars(module).update(methods)
+                changed.append((vars(module), methods))
         try:
             yield
         finally:
-            for attributes, own in changed:
-                for name in own:
+            for attributes, methods in changed:
+                for name in methods:
                     del attributes[name]
 
     def _by_module(self, taken: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -1,9 +1,9 @@
 """Megatron-core's layer-wise optimizer (Muon): each matrix has its whole state on one data-parallel rank.
 
 So each rank of a data-parallel group is a group of its own in a checkpoint, like a rank with experts that no
-other rank has: it saves the weights that it updates, with their state. The rest is saved by the first rank of
-the data-parallel group, as the framework does: buffers, and since 0.18 embeddings and vectors, which have a
-distributed optimizer.
+other rank has: the rank saves the weights of its own updates, with their state. The first rank of the
+data-parallel group saves the rest, as in the framework: buffers, and since 0.18 embeddings and vectors, which
+have a distributed optimizer.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def mark(optimizer: Any, bases: Iterable[Any]) -> list[tuple[str, Any]]:
     Raises:
         UnsupportedError: a param that the rank updates is no entry.
     """
-    own = {param.data_ptr() for part in parts_of(optimizer) for param in _own_params(part)}
-    every = {param.data_ptr() for part in parts_of(optimizer) for param in _params_of_all_ranks(part)}
-    marks, missing = [], set(own)
+    updated_here = {param.data_ptr() for part in parts_of(optimizer) for param in _own_params(part)}
+    updated = {param.data_ptr() for part in parts_of(optimizer) for param in _params_of_all_ranks(part)}
+    marks, missing = [], set(updated_here)
     for base in bases:
         replica = base.replica_id
         address = base.data.data_ptr() if hasattr(base.data, "data_ptr") and base.data.numel() else 0
-        if address in own or address in every:
-            replica = (*replica[:-1], 0 if address in own else 1)
+        if address in updated_here or address in updated:
+            replica = (*replica[:-1], 0 if address in updated_here else 1)
         missing.discard(address)
         marks.append((base.key, replica))
     if missing:
